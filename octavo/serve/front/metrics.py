@@ -1,9 +1,11 @@
-"""What Prometheus reads at /metrics. Names and labels are vLLM's under our prefix (or its own:
---metrics-prefix vllm), and the three of the classic inference server. Times are on the monotonic
-clock, from arrival, before tokenisation.
+"""The metrics that Prometheus reads at /metrics.
 
-The engine's counters start at zero with each engine process; Prometheus knows how to read that. No
-label is made of anything a client sends, so their number is bounded.
+Names and labels are those of vLLM with the prefix `octavo` (or `vllm`: --metrics-prefix), and three
+of the classic inference server. Times are measured with the monotonic clock from the arrival of a
+request, before it is tokenised.
+
+The counters of the engine start at zero with each engine process, which Prometheus handles. No
+label contains text from a client, so the number of labels is bounded.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector as Source
 
 from octavo.collect import Collector
-from octavo.serve.channel.messages import Loaded
+from octavo.serve.channel.messages import Heartbeat, Loaded
 from octavo.types import Output
 
 if TYPE_CHECKING:
@@ -95,9 +97,12 @@ TIERS = {
 }
 
 
+Values = dict[str, tuple[float, str]]  # name -> value and help text
+
+
 class Tally(Source):
-    """A histogram for what happens once a token: the library's, with its locks, takes ten times as
-    long to count one."""
+    """A histogram that is updated for every token. The library's histogram uses locks and takes ten
+    times as long."""
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], labels: dict[str, str]):
         self.name = name
@@ -123,7 +128,7 @@ class Tally(Source):
 
 
 class Sum(Source):
-    """A counter, for the same reason."""
+    """A counter without locks, which is updated as often as a Tally."""
 
     def __init__(self, name: str, text: str, labels: dict[str, str]):
         self.name = name
@@ -151,11 +156,48 @@ class EngineSource(Source):
     def collect(self) -> Iterable[Metric]:
         if self.client is None:
             return
-        client = self.client
         heartbeat = self.client.supervisor.heartbeat
-        loaded = self.client.supervisor.loaded
+        gauges = self._gauges(self.client, heartbeat)
+        counters = self._work_counters(self.client, heartbeat) | self._other_counters(heartbeat)
+        if heartbeat.tiers:
+            gauges |= {
+                f"kv_host_slots_{state}": (heartbeat.tiers[f"slots_{state}"], text)
+                for state, text in HOST_BLOCKS.items()
+            }
+            counters |= {
+                f"kv_tier_{name}": (heartbeat.tiers[name], text) for name, text in TIERS.items()
+            }
+        for name, (value, text) in gauges.items():
+            gauge = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
+            gauge.add_metric([self.model], value)
+            yield gauge
+        counters |= {
+            f"engine_{part}_seconds": (seconds, f"Time of the step loop in {part}.")
+            for part, seconds in heartbeat.seconds.items()
+        }
+        for name, (value, text) in counters.items():
+            counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
+            counter.add_metric([self.model], value)
+            yield counter
+        if heartbeat.tiers:
+            yield self._labelled(
+                "kv_disk_misses",
+                "KV blocks that the disk tier failed to read or write, by reason.",
+                "reason",
+                heartbeat.tier_misses,
+            )
+            hits = {tier: heartbeat.tiers[f"{tier}_tokens"] for tier in ("host", "disk")}
+            yield self._labelled(
+                "prefix_cache_tier_hits",
+                "Prompt tokens found in a lower KV tier, by tier.",
+                "tier",
+                hits,
+            )
+
+    def _gauges(self, client: EngineClient, heartbeat: Heartbeat) -> Values:
+        loaded = client.supervisor.loaded
         blocks = heartbeat.blocks_used + heartbeat.blocks_cached + heartbeat.blocks_free
-        gauges = {
+        return {
             "num_requests_running": (heartbeat.running, "Sequences that are running."),
             "num_requests_waiting": (
                 len(client.queue.waiting),
@@ -192,7 +234,9 @@ class EngineSource(Source):
                 "1 while the server accepts requests, otherwise 0.",
             ),
         }
-        counters: dict[str, tuple[float, str]] = {
+
+    def _work_counters(self, client: EngineClient, heartbeat: Heartbeat) -> Values:
+        return {
             "prefix_cache_queries": (
                 heartbeat.queried_tokens,
                 "Prompt tokens looked up in the prefix cache.",
@@ -217,6 +261,10 @@ class EngineSource(Source):
             ),
             "prefill_tokens": (heartbeat.prefill_tokens, "Tokens computed in prefill."),
             "decode_tokens": (heartbeat.decode_tokens, "Tokens computed in decode."),
+        }
+
+    def _other_counters(self, heartbeat: Heartbeat) -> Values:
+        counters: Values = {
             "kv_block_copies": (
                 heartbeat.copies,
                 "KV blocks copied before a write (copy-on-write).",
@@ -233,17 +281,6 @@ class EngineSource(Source):
                 heartbeat.guides_cached,
                 "Structured output specifications found in the compilation cache.",
             ),
-        }
-        # dashboards ask for them, with and without speculation
-        drafts = ("drafts", "draft_tokens", "accepted_tokens")
-        counters |= {
-            f"spec_decode_num_{name}": (
-                0,
-                "Always 0: this server does not use speculative decoding.",
-            )
-            for name in drafts
-        }
-        counters |= {
             "invariant_checks": (
                 heartbeat.checks,
                 "Consistency checks of the scheduler state (see --check-interval).",
@@ -296,81 +333,98 @@ class EngineSource(Source):
 
 
 class Metrics:
+    """All metrics of the server. Metrics that are not part of EngineSource are updated as requests
+    proceed."""
+
     def __init__(self, prefix: str, model: str):
-        self.registry = registry = CollectorRegistry()
-        # request -> sequence -> when its latest token came
-        self._last: dict[str, dict[int, float]] = {}
-        self._begun: dict[str, float] = {}
+        self.registry = CollectorRegistry()
+        self.prefix = prefix
+        self.model = model
+        # request id -> index of the sequence -> when its latest token arrived
+        self._last_token: dict[str, dict[int, float]] = {}
+        self._start_times: dict[str, float] = {}
         self.source = EngineSource(prefix, model)
-        registry.register(self.source)
+        self.registry.register(self.source)
+        self._add_histograms()
+        self._add_counters()
+        self._add_server_metrics()
+        self._add_classic_metrics()
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Tally:
-            registry.register(
-                tally := Tally(f"{prefix}:{name}", text, buckets, {"model_name": model})
-            )
-            return tally
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Tally:
+        labels = {"model_name": self.model}
+        histogram = Tally(f"{self.prefix}:{name}", text, buckets, labels)
+        self.registry.register(histogram)
+        return histogram
 
-        def counter(name: str, text: str, labels: dict[str, str]) -> Sum:
-            registry.register(found := Sum(name, text, labels))
-            return found
+    def _counter(self, name: str, text: str, labels: dict[str, str]) -> Sum:
+        counter = Sum(name, text, labels)
+        self.registry.register(counter)
+        return counter
 
-        mine = {"model_name": model}
-
-        self.ttft = histogram(
+    def _add_histograms(self) -> None:
+        self.ttft = self._histogram(
             "time_to_first_token_seconds", "Time from arrival to the first token, in seconds.", TTFT
         )
-        self.itl = histogram(
+        self.itl = self._histogram(
             "inter_token_latency_seconds",
             "Time between two tokens of a sequence, in seconds.",
             PER_TOKEN,
         )
-        self.per_token = histogram(
+        self.per_token = self._histogram(
             "request_time_per_output_token_seconds",
             "Mean time per output token of a request after the first token, in seconds.",
             PER_TOKEN,
         )
-        self.e2e = histogram(
+        self.e2e = self._histogram(
             "e2e_request_latency_seconds",
             "Time from arrival to the last token, in seconds.",
             LATENCY,
         )
-        self.queue_time = histogram(
+        self.queue_time = self._histogram(
             "request_queue_time_seconds",
             "Time from arrival to the first step, in seconds.",
             LATENCY,
         )
-        self.prefill_time = histogram(
+        self.prefill_time = self._histogram(
             "request_prefill_time_seconds",
             "Time from the first step to the first token, in seconds.",
             LATENCY,
         )
-        self.decode_time = histogram(
+        self.decode_time = self._histogram(
             "request_decode_time_seconds",
             "Time from the first token to the last token, in seconds.",
             LATENCY,
         )
-        self.iteration = histogram(
+        self.iteration = self._histogram(
             "iteration_tokens_total", "Tokens computed in one step.", ITERATION
         )
-        self.prompt_tokens = counter(
-            f"{prefix}:prompt_tokens", "Prompt tokens of admitted requests.", mine
+
+    def _add_counters(self) -> None:
+        prefix = self.prefix
+        labels = {"model_name": self.model}
+        self.prompt_tokens = self._counter(
+            f"{prefix}:prompt_tokens", "Prompt tokens of admitted requests.", labels
         )
-        self.cached_tokens = counter(
+        self.cached_tokens = self._counter(
             f"{prefix}:prompt_tokens_cached",
             "Prompt tokens of admitted requests found in the prefix cache.",
-            mine,
+            labels,
         )
-        self.generated = counter(f"{prefix}:generation_tokens", "Tokens generated.", mine)
-        labels = ["model_name", "finished_reason"]
+        self.generated = self._counter(f"{prefix}:generation_tokens", "Tokens generated.", labels)
         success = Counter(
             f"{prefix}:request_success",
             "Finished sequences by finish reason; a request has n sequences.",
-            labels,
-            registry=registry,
+            ["model_name", "finished_reason"],
+            registry=self.registry,
         )
         self.success = {
-            reason: success.labels(model, reason) for reason in ("stop", "length", "abort", "error")
+            reason: success.labels(self.model, reason)
+            for reason in ("stop", "length", "abort", "error")
         }
+
+    def _add_server_metrics(self) -> None:
+        prefix = self.prefix
+        registry = self.registry
         self.rejections = Counter(
             f"{prefix}:rejections", "Refused requests, by reason.", ["reason"], registry=registry
         )
@@ -387,22 +441,29 @@ class Metrics:
         self.streams = Gauge(
             f"{prefix}:open_streams", "Replies that are being streamed.", registry=registry
         )
-        self.cache_info = Gauge(f"{prefix}:cache_config_info", "Configuration of the KV cache, in labels; the value is always 1.", ["block_size", "num_gpu_blocks",
-                                "enable_prefix_caching", "cache_dtype"], registry=registry)  # fmt: skip
-        self.classic_requests = counter("inference_requests", "Requests finished.", {})
-        self.classic_tokens = counter("inference_tokens_generated", "Tokens generated.", {})
+        self.cache_info = Gauge(
+            f"{prefix}:cache_config_info",
+            "Configuration of the KV cache, in labels; the value is always 1.",
+            ["block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype"],
+            registry=registry,
+        )
+
+    def _add_classic_metrics(self) -> None:
+        """Add the three metrics of the classic inference server. They have no prefix."""
+        self.classic_requests = self._counter("inference_requests", "Requests finished.", {})
+        self.classic_tokens = self._counter("inference_tokens_generated", "Tokens generated.", {})
         self.classic_latency = Tally(
             "inference_request_latency_seconds",
             "Time from arrival to the end of the reply, in seconds.",
             CLASSIC,
             {},
         )
-        registry.register(self.classic_latency)
+        self.registry.register(self.classic_latency)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
-    # ---- what happens ----------------------------------------------------------------------------
+    # ---- updates ----------------------------------------------------------------------------------
 
     def loaded(self, model: Loaded | None) -> None:
         if model is not None:
@@ -411,48 +472,50 @@ class Metrics:
                 model.block_size, model.num_blocks, model.prefix_caching, model.kv_dtype
             ).set(1)
 
-    def begun(self, collector: Collector, at: float) -> None:
-        self._begun[collector.request.id] = at
-        self.queue_time.observe(max(at - collector.request.arrival, 0.0))
+    def begun(self, collector: Collector, start_time: float) -> None:
+        """Record that the engine has started a request."""
+        self._start_times[collector.request.id] = start_time
+        self.queue_time.observe(max(start_time - collector.request.arrival, 0.0))
         self.prompt_tokens.inc(len(collector.request.prompt))
 
-    def tokens(self, collector: Collector, out: Output, now: float) -> None:
-        """An output, before the collector has taken it."""
-        id = out.request_id
-        count = len(out.tokens)
-        last = self._last.get(id)
-        if last is None:
-            last = self._last[id] = {}
-        if not last and count:
+    def tokens(self, collector: Collector, output: Output, now: float) -> None:
+        """Record an output. This must happen before the collector takes it."""
+        request_id = output.request_id
+        count = len(output.tokens)
+        last_times = self._last_token.get(request_id)
+        if last_times is None:
+            last_times = self._last_token[request_id] = {}
+        if not last_times and count:
             self.ttft.observe(now - collector.request.arrival)
-            self.prefill_time.observe(now - self._begun.get(id, now))
-            self.cached_tokens.inc(out.cached_tokens)
-        elif out.index in last:
-            for _ in range(count):  # what comes at once took as long each
-                self.itl.observe((now - last[out.index]) / count)
+            self.prefill_time.observe(now - self._start_times.get(request_id, now))
+            self.cached_tokens.inc(output.cached_tokens)
+        elif output.index in last_times:
+            for _ in range(count):  # Tokens that arrive together share the time equally.
+                self.itl.observe((now - last_times[output.index]) / count)
         if count:
-            last[out.index] = now
+            last_times[output.index] = now
 
     def generated_tokens(self, count: int) -> None:
         self.generated.inc(count)
         self.classic_tokens.inc(count)
 
     def ended(self, call: Call) -> None:
+        """Record that a call has finished, failed or been aborted."""
         now = time.monotonic()
-        # What could never run is counted among what was refused.
+        # Requests that could never run are counted as rejections, not here.
         refused = (
             call.error
             and call.error.status == 400
-            and not any(c.request.id in self._begun for c in call.collectors)
+            and not any(collector.request.id in self._start_times for collector in call.collectors)
         )
         for collector in call.collectors:
-            id = collector.request.id
+            request_id = collector.request.id
             times = collector.metrics
-            self._last.pop(id, None)
-            self._begun.pop(id, None)
+            self._last_token.pop(request_id, None)
+            self._start_times.pop(request_id, None)
             if refused:
                 continue
-            # 499: the client left, or cancelled
+            # 499 means that the client disconnected or cancelled the request.
             reason = "error" if call.error and call.error.status != 499 else "abort"
             for completion in collector.outputs:
                 self.success[completion.finish_reason or reason].inc()
@@ -464,8 +527,8 @@ class Metrics:
                 generating = times.finished_time - times.first_token_time
                 self.e2e.observe(times.finished_time - times.arrival_time)
                 self.decode_time.observe(generating)
-                count = max(len(c.token_ids) for c in collector.outputs)
-                # whose tokens come all at once
+                count = max(len(output.token_ids) for output in collector.outputs)
+                # The tokens of a beam search arrive all at once.
                 if count > 1 and not collector.request.params.use_beam_search:
                     self.per_token.observe(generating / (count - 1))
         if not refused:
