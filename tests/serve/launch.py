@@ -49,12 +49,12 @@ def spoil_many(encode_many: Any) -> Any:
     return faulty
 
 
-def spoil_text(take: Any) -> Any:
+def spoil_text(add: Any) -> Any:
     def faulty(self: Collector, out: Output) -> bool:
         had = len(self.outputs[0].token_ids)
         if self.request.prompt[:2] == [17, 17] and had <= 3 < had + len(out.tokens):
             raise Panic("a secret: /etc/passwd")
-        found: bool = take(self, out)
+        found: bool = add(self, out)
         return found
 
     return faulty
@@ -68,7 +68,7 @@ def main(port: str, text: str) -> None:
     if options.pop("faulty_text", False):
         Tokenizer.encode = spoil(Tokenizer.encode)  # type: ignore[method-assign]
         Tokenizer.encode_many = spoil_many(Tokenizer.encode_many)  # type: ignore[method-assign]
-        Collector.take = spoil_text(Collector.take)  # type: ignore[method-assign]
+        Collector.add = spoil_text(Collector.add)  # type: ignore[method-assign]
         faulty = True
     memory_mib = options.pop("memory_limit_mib", None)
     if memory_mib is not None:  # the engine and the workers inherit the limit
