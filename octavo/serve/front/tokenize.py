@@ -4,10 +4,10 @@ A text of B bytes has at least B / (bytes of the longest token) tokens, so a tex
 long is refused before it is tokenised.
 
 Short texts that arrive in one turn of the event loop are tokenised in one call. The requests of a
-burst then go through the front together, which takes a fifth less time (docs/LOG.md, "The way in,
-in step"). This is done only while the engine is idle and should start with all of them. A busy
-engine should get each request as soon as it is ready: if clients stayed synchronised, front and
-engine would work in turns, at a sixth less throughput.
+burst then go through the front together, which takes a fifth less time (docs/LOG.md, "Front:
+requests that arrive together"). This is done only while the engine is idle and should start with
+all of them. A busy engine should get each request as soon as it is ready: if clients stayed
+synchronised, front and engine would work in turns, at a sixth less throughput.
 """
 
 from __future__ import annotations
