@@ -1,8 +1,7 @@
-"""Every error a client sees, on every transport, is made here: `{"error": {message, type, param,
-code}}`.
+"""Defines every error that a client can receive: `{"error": {message, type, param, code}}`.
 
-No message holds a path, an address, a prompt or a traceback: what went wrong inside is logged and
-not told.
+The errors have this shape on every transport. No message contains a path, an address, a prompt or a
+traceback. Details of errors inside the server are logged and not sent.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-MAX_RETRY_AFTER = 120.0  # openai-python takes no more seriously
+MAX_RETRY_AFTER = 120.0  # seconds; openai-python ignores larger values
 
 
 class ApiError(Exception):
-    """What went wrong for one client, and whether it is of use to try again: `retry_after` seconds,
-    or never."""
+    """An error for one client. If a retry is useful, `retry_after` says after how many seconds."""
 
     def __init__(
         self,
@@ -48,8 +46,8 @@ class ApiError(Exception):
         retry_after: float | None = None,
         allow: str | None = None,
     ):
-        """`allow`: the methods that a route takes."""
-        # They may quote what was sent, and half of a surrogate pair can be quoted to nobody.
+        """`allow` names the HTTP methods that a route accepts."""
+        # The texts may quote the request. Half of a surrogate pair cannot be encoded in a reply.
         message = message.encode(errors="replace").decode()
         param = param and param.encode(errors="replace").decode()
         super().__init__(message)
@@ -94,20 +92,21 @@ class ApiError(Exception):
         return msgspec.json.encode(self.body)
 
     def forget(self) -> ApiError:
-        """The error without its traceback, which would keep the request's data until the garbage
-        collector runs: the frame that handles the error refers to it, and it to the frame."""
+        """Remove the traceback and return the error. The traceback refers to the frame that handles
+        the error, which refers to the error. This cycle would keep the data of the request
+        until the garbage collector runs."""
         self.__traceback__ = None
         self.__context__ = None
         return self
 
 
 def api_error(error: Exception) -> ApiError:
-    """Any exception as what a client may know of it."""
+    """Convert any exception to an error that a client may see."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), error.code, error.param)
-    if isinstance(error, ModelError):  # a template that came with the model
+    if isinstance(error, ModelError):  # for example the chat template of the model fails
         return ApiError(500, "the model's own files do not allow this request", "model_error")
     return ApiError(
         500,
@@ -116,7 +115,7 @@ def api_error(error: Exception) -> ApiError:
     )
 
 
-# ---- those that several places raise -------------------------------------------------------------
+# ---- errors that several modules raise -----------------------------------------------------------
 
 
 def invalid_field(param: str | None, message: str, code: str | None = None) -> ApiError:
@@ -124,10 +123,11 @@ def invalid_field(param: str | None, message: str, code: str | None = None) -> A
 
 
 def prompt_too_long(tokens: int | str, context: int, param: str = "prompt") -> ApiError:
-    """`tokens`: how many the prompt has, or a phrase such as "more than 1024"."""
+    """`tokens` is the length of the prompt, or a phrase such as "more than 1024"."""
     message = (
-        f"the prompt has {tokens} tokens, but the context holds {context} and one must be left to generate: "
-        "shorten it (of a chat or a completion, truncate_prompt_tokens keeps so many of its last tokens)"
+        f"the prompt has {tokens} tokens, but the context holds {context} and one must be left to "
+        "generate: shorten it (in a chat or a completion, truncate_prompt_tokens keeps this many "
+        "of its last tokens)"
     )
     return invalid_field(param, message, "context_length_exceeded")
 
@@ -146,8 +146,12 @@ def not_ready(phase: str, restarting: bool) -> ApiError:
 
 
 def engine_lost() -> ApiError:
-    return ApiError(503, "the engine stopped while it worked on this request; it is starting again", "engine_restarting",
-                    retry_after=2.0)  # fmt: skip
+    return ApiError(
+        503,
+        "the engine stopped while it worked on this request; it is starting again",
+        "engine_restarting",
+        retry_after=2.0,
+    )
 
 
 def step_failed() -> ApiError:
@@ -160,8 +164,13 @@ def step_failed() -> ApiError:
 
 
 def out_of_memory() -> ApiError:
-    return ApiError(503, "the device's memory did not suffice for this request, in smaller steps neither: try again later, or "
-                    "shorten it", "out_of_memory", retry_after=5.0)  # fmt: skip
+    return ApiError(
+        503,
+        "the device has too little memory for this request, even in smaller steps: try again "
+        "later, or shorten it",
+        "out_of_memory",
+        retry_after=5.0,
+    )
 
 
 def not_a_number(why: str) -> ApiError:
@@ -171,14 +180,19 @@ def not_a_number(why: str) -> ApiError:
 def poisoned() -> ApiError:
     return ApiError(
         500,
-        "this request failed the engine again and again: it is not tried any more for a while",
+        "this request made the engine fail repeatedly and is quarantined: do not retry it",
         "poison_request",
     )
 
 
 def tried_alone() -> ApiError:
-    return ApiError(503, "this request was there when the engine failed twice: such ones are tried one at a time, try again soon",
-                    "engine_restarting", retry_after=1.0)  # fmt: skip
+    return ApiError(
+        503,
+        "this request was running when the engine failed twice; such requests are run one at a "
+        "time: try again soon",
+        "engine_restarting",
+        retry_after=1.0,
+    )
 
 
 def draining() -> ApiError:
@@ -189,7 +203,7 @@ def draining() -> ApiError:
 
 def cut_off() -> ApiError:
     return ApiError(
-        503, "the server shut down before this request was done", "draining", retry_after=5.0
+        503, "the server shut down before this request was finished", "draining", retry_after=5.0
     )
 
 
@@ -198,14 +212,28 @@ def cancelled() -> ApiError:
 
 
 def queue_full(what: str, retry_after: float) -> ApiError:
-    return ApiError(429, f"too much is waiting already ({what}): try again later", "queue_full", type="overloaded_error",
-                    retry_after=retry_after)  # fmt: skip
+    return ApiError(
+        429,
+        f"the queue is full ({what}): try again later",
+        "queue_full",
+        type="overloaded_error",
+        retry_after=retry_after,
+    )
 
 
 def queue_timeout(seconds: float, retry_after: float) -> ApiError:
-    return ApiError(429, f"the request waited {seconds:g} s and was not begun: try again later", "queue_timeout",
-                    type="overloaded_error", retry_after=retry_after)  # fmt: skip
+    return ApiError(
+        429,
+        f"the request waited {seconds:g} s in the queue and was not started: try again later",
+        "queue_timeout",
+        type="overloaded_error",
+        retry_after=retry_after,
+    )
 
 
 def deadline_exceeded(seconds: float) -> ApiError:
-    return ApiError(504, f"the request was not done within its {seconds:g} s", "deadline_exceeded")
+    return ApiError(
+        504,
+        f"the request was not finished within its timeout of {seconds:g} s",
+        "deadline_exceeded",
+    )

@@ -1,4 +1,4 @@
-"""How replies lay out logprobs: OpenAI's two forms, and vLLM's for prompts."""
+"""The layout of logprobs in replies: two forms of OpenAI, and the form of vLLM for prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _finite(value: float) -> float:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a request wants to see of logprobs."""
+    """Which logprobs a request asks for."""
 
     top: int  # how many of the likeliest tokens
     named: list[int] | None = None  # these tokens in place of the likeliest
@@ -64,7 +64,8 @@ class Layout:
         positions: list[dict[int, Logprob] | None],
         offsets: list[int],
     ) -> dict[str, Any]:
-        """`positions` is None for the first token of a prompt, which nothing comes before."""
+        """An entry of `positions` is None for the first token of a prompt, because no token
+        precedes it."""
         each: list[dict[str, float] | None] = []
         for position in positions:
             if position is None:
@@ -118,12 +119,20 @@ class Offsets:
 
 
 def prompt_logprobs_of(collector: Collector) -> list[dict[str, Any] | None] | None:
-    """As vLLM lays them out: by token id."""
+    """The logprobs of a prompt in the form of vLLM: by token id."""
     if collector.prompt_logprobs is None:
         return None
-    return [
-        None if position is None else {
-            str(token_id): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token} for token_id, p in position.items()
-        }
-        for position in collector.prompt_logprobs
-    ]  # fmt: skip
+    entries: list[dict[str, Any] | None] = []
+    for position in collector.prompt_logprobs:
+        if position is None:
+            entries.append(None)
+            continue
+        entry: dict[str, Any] = {}
+        for token_id, logprob in position.items():
+            entry[str(token_id)] = {
+                "logprob": _finite(logprob.logprob),
+                "rank": logprob.rank,
+                "decoded_token": logprob.decoded_token,
+            }
+        entries.append(entry)
+    return entries

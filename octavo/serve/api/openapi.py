@@ -1,5 +1,4 @@
-"""The description of the HTTP interface, put together from the structs that read it and the bounds
-of what they may hold."""
+"""Generates the OpenAPI description from the structs of requests and the limits on their values."""
 
 from __future__ import annotations
 

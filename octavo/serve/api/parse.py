@@ -1,8 +1,8 @@
-"""From the bytes of a body to a request of the right types. Strict: no duplicate names, no NaN, no
-integer beyond 64 bits.
+"""Parses the bytes of a body into a request with the right types.
 
-Small bodies are parsed in the event loop. A worker process parses the others and gives back a
-request of bounded size, so that the event loop never builds millions of objects.
+Parsing is strict: duplicate names, NaN and integers beyond 64 bits are errors. The event loop
+parses small bodies. A worker process parses the others and returns a request of bounded size, so
+that the event loop never creates millions of objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.serve.limits import Limits
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-LONG_NUMBER = re.compile(rb"\d{19}")  # it may be beyond 64 bits
+LONG_NUMBER = re.compile(rb"\d{19}")  # a number that may exceed 64 bits
 SMALL_BODY = 4096  # bytes
 ESCAPED_COLON = b"\\u003"
 # A body is parsed within 2 ms if it has at most INLINE bytes, or is mostly text: at most LONG_TEXT
@@ -81,7 +81,7 @@ def count_values(value: Any, most: int) -> int:
 
 
 def parse(data: Bytes) -> dict[str, Any]:
-    """A JSON object, strictly."""
+    """Parse a JSON object strictly."""
     many_values = len(data) <= SMALL_BODY or data.count(b",") > len(data) // 32
     if many_values and (plain := _plain(data)) is not None:
         return plain
@@ -91,7 +91,7 @@ def parse(data: Bytes) -> dict[str, Any]:
 def _strict(data: Bytes) -> dict[str, Any]:
     try:
         value = _decoder.decode(data.decode())
-        # half of a surrogate pair is no character, and no reply or message could hold it
+        # Half of a surrogate pair is not a character: no reply or message could contain it.
         if SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
     except ApiError:
@@ -204,7 +204,7 @@ def type_error(message_text: str) -> ApiError:
         .replace(".....", "")
         .removesuffix("....")
     )
-    # every field may be null
+    # Every field may be null, so the message need not mention it.
     message = (
         message_text.replace("`", "").replace("Expected", "expected", 1).replace(" | null", "", 1)
     )

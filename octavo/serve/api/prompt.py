@@ -1,5 +1,4 @@
-"""The prompt of a request: messages or text to tokens, within the limits and by the server's
-rules."""
+"""Converts the messages or the text of a request to tokens, within the limits of the server."""
 
 from __future__ import annotations
 

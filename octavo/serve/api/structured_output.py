@@ -1,11 +1,13 @@
-"""What a client says its text must match, in the words of several APIs, as one StructuredOutputs.
-Compiles nothing.
+"""Reads the spec of structured output from a request, in the forms of several APIs.
 
-response_format       OpenAI's {"type": "text" | "json_object" | "json_schema", "json_schema": {"name", "schema", "strict"}}, and how
-                      other servers' clients say it: a schema as `schema` or `value`; the types json, regex and grammar
-structured_outputs    vLLM's {"json" | "regex" | "choice" | "grammar" | "json_object": ...}
-guided_json, ...      the same, as older clients of vLLM say it
-json_schema, ...      the same, as clients of llama.cpp, SGLang and TGI say it
+response_format       OpenAI: {"type": "text" | "json_object" | "json_schema", "json_schema":
+                      {"name", "schema", "strict"}}. Clients of other servers send a schema as
+                      `schema` or `value`, and the types json, regex and grammar.
+structured_outputs    vLLM: {"json" | "regex" | "choice" | "grammar" | "json_object": ...}
+guided_json, ...      the same in the form of older clients of vLLM
+json_schema, ...      the same in the form of clients of llama.cpp, SGLang and TGI
+
+The result is one StructuredOutputs. Nothing is compiled here.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from octavo.serve.api.api_errors import invalid_field, unsupported
 from octavo.serve.api.protocol import Common
 from octavo.serve.limits import Limits
 
-# Each field that asks for a structure, and the kind of it. None: the field's value says it.
+# Each field that contains a spec, and the kind of the spec. None: the value contains the kind.
 FIELDS: dict[str, str | None] = {
     "response_format": None,
     "structured_outputs": None,
@@ -46,12 +48,12 @@ _NONE = (None,) * len(FIELDS)
 
 
 def field(body: Common) -> str | None:
-    """The field that asks for a structure."""
+    """The first field that contains a spec."""
     return next(iter(fields(body)), None)
 
 
 def fields(body: Common) -> list[str]:
-    """The fields that ask for a structure."""
+    """The fields that contain a spec."""
     values = _values(body)
     if values == _NONE:  # most requests
         return []
@@ -63,7 +65,8 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def read(body: Common, limits: Limits) -> StructuredOutputs | None:
-    """Fields that ask for the same are one. Raises ApiError where they differ."""
+    """Read the spec of a request. Several fields may contain the same spec. Raises ApiError if they
+    contain different ones."""
     combined: StructuredOutputs | None = None
     names = fields(body)
     for name in names:

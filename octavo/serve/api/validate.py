@@ -1,8 +1,7 @@
-"""Checks every request except for its prompt (prompt.py), whatever transport it came by. A request
-that passes can run.
+"""Validates every request except for its prompt (prompt.py), whatever its transport.
 
-Cheap checks come first: a request that can be refused without its text being tokenised is. The
-engine checks again.
+A request that passes can run. Cheap checks come first, so that most invalid requests are refused
+before their text is tokenised. The engine validates requests again.
 """
 
 from __future__ import annotations
@@ -31,24 +30,45 @@ from octavo.types import Request
 if TYPE_CHECKING:
     from octavo.serve.front.front import Caller, Front
 
-UNBOUNDED = 2**63  # tokens: as many as fit; larger than any value that a client can send
-DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # have no effect in a beam search
+UNBOUNDED = 2**63  # stands for as many tokens as fit; larger than any value that a client can send
+DRAWING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+)  # fields without effect in a beam search
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
-# Fields whose names and meanings are SamplingParams' own.
+# Fields with the same name and meaning as in SamplingParams.
 SAMPLING_FIELDS = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "skip_special_tokens",
-    "use_beam_search", "length_penalty", "early_stopping",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "skip_special_tokens",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
+)
 _sampling = attrgetter(*SAMPLING_FIELDS)
 
 
 @dataclass
 class Asked:
-    """A request, checked except for its prompt."""
+    """A request that is validated except for its prompt."""
 
     params: SamplingParams
-    wanted: int | None  # the most tokens of the reply; None: as many as fit
+    wanted: int | None  # the maximum length of the reply in tokens; None if it is not bounded
     timeout: float | None  # seconds
     headers: dict[str, str]  # of the reply
 
@@ -58,11 +78,11 @@ class Prepared:
     """A request that can run."""
 
     requests: list[Request]
-    texts: list[str | None]  # of the prompts, where they were text
+    texts: list[str | None]  # the texts of the prompts; None for token ids
     timeout: float | None  # seconds
     headers: dict[str, str] = field(default_factory=dict)  # of the reply
-    structure: str | None = None  # the field that says what the text must match
-    until: Until | None = None  # ends a text by its content
+    structure: str | None = None  # the field that contains the spec of structured output
+    until: Until | None = None  # ends a reply by its content
 
 
 # ---- before the prompt ---------------------------------------------------------------------------
@@ -107,7 +127,7 @@ def check_fields(
 
 
 def _elsewhere(name: str) -> str:
-    """Why a route refuses a field that others honour."""
+    """Explain why a route refuses a field that other routes honour."""
     if name in ("max_tokens", "max_new_tokens"):
         return "the length of the reply is called max_new_tokens on this route"
     return "this route does not have it, but /v1/completions has"
@@ -144,7 +164,7 @@ def sampling(front: Front, body: Common) -> SamplingParams:
             "temperature", f"temperature must be in [0, 2], got {temperature}", "param_out_of_range"
         )
     if given.get("top_p") == 0:
-        given["top_p"] = 1e-9  # the likeliest alone
+        given["top_p"] = 1e-9  # only the most likely token
     for name in ("stop_token_ids", "allowed_token_ids"):
         if len(given.get(name, ())) > (most := limits.token_ids):
             raise invalid_field(
@@ -160,7 +180,7 @@ def sampling(front: Front, body: Common) -> SamplingParams:
         given["logit_bias"] = body.logit_bias
     if body.repetition_detection is not None:
         given["repetition_detection"] = repetition_detection(body.repetition_detection)
-    # a beam search draws nothing
+    # A beam search does not sample, so the recommended parameters do not apply.
     defaults = {} if body.use_beam_search else front.client.model.sampling
     return SamplingParams(
         **{**defaults, **given, "max_tokens": None},
@@ -190,8 +210,12 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
     if body.priority is not None and not -(2**31) <= body.priority < 2**31:
         raise invalid_field("priority", "priority must be a 32-bit integer", "param_out_of_range")
     if caller.key is not None and (body.priority or 0) < 0:
-        raise invalid_field("priority", "with an API key, priority may only be 0 or more, which comes later: who comes sooner is the key's "
-                  "priority, which the server's operator sets", "param_out_of_range")  # fmt: skip
+        raise invalid_field(
+            "priority",
+            "with an API key, priority must be 0 or more, which is served later: the operator of "
+            "the server sets the priority of each key",
+            "param_out_of_range",
+        )
     if body.request_id is not None and not (
         len(body.request_id) <= limits.label_chars and LABEL.fullmatch(body.request_id)
     ):
@@ -243,7 +267,7 @@ def choices(
 ) -> SamplingParams:
     """Check how many sequences are computed for each prompt, and how many of them are the reply."""
     check_count("n", n, 1, limits.n)
-    best_of = body.best_of or None  # OpenAI's may be 0
+    best_of = body.best_of or None  # 0 is valid in the OpenAI API
     if best_of is not None:
         check_count(
             "best_of",
@@ -251,7 +275,7 @@ def choices(
             n,
             limits.beams if params.use_beam_search else max(limits.best_of, n),
         )
-    if n != 1 or best_of is not None:  # a copy is slow: it is validated again
+    if n != 1 or best_of is not None:  # A copy is validated again, which is slow.
         params = replace(params, n=n, best_of=best_of)
     name = "use_beam_search" if params.use_beam_search else "best_of"
     if params.ranked and stream:
@@ -268,13 +292,14 @@ def choices(
             "param_out_of_range",
         )
     if params.width * prompts > limits.sequences:
-        what = f"n (or best_of) x prompts may be at most {limits.sequences}, got {params.width * prompts}"
-        raise invalid_field("n", what, "param_out_of_range")
+        number = params.width * prompts
+        message = f"n (or best_of) x prompts may be at most {limits.sequences}, got {number}"
+        raise invalid_field("n", message, "param_out_of_range")
     return params
 
 
 def ignore(headers: dict[str, str], *names: str) -> None:
-    """Name fields that have no effect in the reply's header."""
+    """Add fields without effect to the header x-ignored-params of the reply."""
     if names:
         headers["x-ignored-params"] = ", ".join(
             filter(None, (headers.get("x-ignored-params"), *names))
@@ -294,8 +319,8 @@ def fit(
         raise prompt_too_long(count, model.max_model_len, param)
     if count >= model.longest:
         pool = model.num_blocks * model.block_size
-        raise invalid_field(param, str(KVCapacityExceeded(f"the prompt has {count} tokens, but the KV pool holds {pool}: shorten it")),
-                  "kv_capacity_exceeded")  # fmt: skip
+        message = f"the prompt has {count} tokens, but the KV pool holds {pool}: shorten it"
+        raise invalid_field(param, str(KVCapacityExceeded(message)), "kv_capacity_exceeded")
     if model.kv_budget and count > model.kv_budget:
         error = ContextLengthExceeded(
             f"the prompt has {count} tokens, but a sequence keeps {model.kv_budget}: shorten it"
@@ -330,7 +355,7 @@ def build(
     if body.priority is not None and front.config.engine.scheduling_policy == "fcfs":
         ignore(headers, "priority")
     salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
-    # A higher priority of a key comes first, but a lower one of a request, as in vLLM.
+    # A higher priority of a key is served first, but a lower priority of a request, as in vLLM.
     priority = min(max((body.priority or 0) - caller.priority, -(2**31)), 2**31 - 1)
     deadline = None if asked.timeout is None else caller.arrival + asked.timeout
     requests: list[Request] = []
@@ -342,7 +367,9 @@ def build(
                 f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({room})",
                 "param_out_of_range",
             )
-        if requests and room != params.max_tokens:  # prompts of other lengths leave other room
+        if (
+            requests and room != params.max_tokens
+        ):  # Prompts of different lengths leave different room.
             params = replace(params, max_tokens=room)
         params.max_tokens = room
         requests.append(
