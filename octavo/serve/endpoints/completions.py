@@ -264,7 +264,8 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
 
 
 async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shape) -> None:
-    """Send the headers at once, then pieces as they are generated. Later errors are sent in the stream."""
+    """Send the headers at once, then pieces as they are generated. Later errors are sent in the
+    stream."""
     front = exchange.front
     loop = asyncio.get_running_loop()
     written = time.monotonic()

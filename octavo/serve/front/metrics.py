@@ -161,7 +161,7 @@ class EngineSource(Source):
         counters = self._work_counters(self.client, heartbeat) | self._other_counters(heartbeat)
         if heartbeat.tiers:
             gauges |= {
-                f"kv_host_slots_{state}": (heartbeat.tiers[f"slots_{state}"], text)
+                f"kv_host_slots_{state}": (heartbeat.tiers[f"host_blocks_{state}"], text)
                 for state, text in HOST_BLOCKS.items()
             }
             counters |= {
@@ -290,40 +290,11 @@ class EngineSource(Source):
                 "Consistency checks of the scheduler state that failed; the log has the details.",
             ),
         }
-        if heartbeat.tiers:
-            gauges |= {
-                f"kv_host_slots_{state}": (heartbeat.tiers[f"host_blocks_{state}"], text)
-                for state, text in HOST_BLOCKS.items()
-            }
-            counters |= {
-                f"kv_tier_{name}": (heartbeat.tiers[name], text) for name, text in TIERS.items()
-            }
-        for name, (value, text) in gauges.items():
-            gauge = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
-            gauge.add_metric([self.model], value)
-            yield gauge
-        counters |= {
-            f"engine_{part}_seconds": (s, f"Time of the step loop in {part}.")
-            for part, s in heartbeat.seconds.items()
-        }
-        for name, (value, text) in counters.items():
-            counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
-            counter.add_metric([self.model], value)
-            yield counter
-        if heartbeat.tiers:
-            yield self._labelled(
-                "kv_disk_misses",
-                "KV blocks that the disk tier failed to read or write, by reason.",
-                "reason",
-                heartbeat.tier_misses,
-            )
-            hits = {tier: heartbeat.tiers[f"{tier}_tokens"] for tier in ("host", "disk")}
-            yield self._labelled(
-                "prefix_cache_tier_hits",
-                "Prompt tokens found in a lower KV tier, by tier.",
-                "tier",
-                hits,
-            )
+        # Dashboards read these counters whether or not a server uses speculation.
+        for name in ("drafts", "draft_tokens", "accepted_tokens"):
+            text = "Always 0: this server does not use speculative decoding."
+            counters[f"spec_decode_num_{name}"] = (0, text)
+        return counters
 
     def _labelled(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", label])

@@ -1,7 +1,8 @@
 """One HTTP request and its reply, over ASGI. Handlers get an Exchange and do everything within one
 function.
 
-A disconnect is noticed from the first byte on, whether the reply streams or not: `watch` ties a call to the connection.
+A disconnect is noticed from the first byte on, whether the reply streams or not: `watch` ties a
+call to the connection.
 """
 
 from __future__ import annotations
