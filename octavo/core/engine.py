@@ -32,7 +32,7 @@ class Handle(Protocol):
     def wait(self) -> StepResult: ...
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """Executes plans strictly in order. Sampled tokens depend only on the stream of plans; disk events
     and times do not."""
 
@@ -59,7 +59,7 @@ class HostTime:
 
 class Engine:
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, sleep: Callable[[float], None] = time.sleep
+        self, scheduler: Scheduler, runner: StepRunner, sleep: Callable[[float], None] = time.sleep
     ):
         self.scheduler = scheduler
         self.runner = runner

@@ -15,7 +15,7 @@ from octavo.serve.channel import sockets
 from octavo.serve.channel.messages import (
     Abort,
     Add,
-    Failed,
+    EngineFailed,
     Heartbeat,
     Phase,
     Refused,
@@ -226,13 +226,13 @@ def test_what_an_engine_said_last_is_heard_after_its_end() -> None:
     async def run() -> None:
         front = FrontLink(heard.append)
         engine = EngineLink(front.other)
-        engine.send(Failed("the model cannot be served"))
+        engine.send(EngineFailed("the model cannot be served"))
         engine.close()
         front.other.close()
         front.close()
 
     asyncio.run(run())
-    assert heard == [Failed("the model cannot be served")]
+    assert heard == [EngineFailed("the model cannot be served")]
 
 
 def test_one_message_that_nobody_can_use_takes_no_other_with_it() -> None:

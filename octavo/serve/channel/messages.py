@@ -228,13 +228,13 @@ class View(msgspec.Struct, tag=True, array_like=True):
     seconds: float = 0.0  # time to build this view and the heartbeat before it
 
 
-class Failed(msgspec.Struct, tag=True, array_like=True):
+class EngineFailed(msgspec.Struct, tag=True, array_like=True):
     """The model cannot be served, and why; the engine ends."""
 
     message: str
 
 
-ToFront = Phase | Loaded | Ready | News | Refused | Taken | Heartbeat | View | Failed
+ToFront = Phase | Loaded | Ready | News | Refused | Taken | Heartbeat | View | EngineFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

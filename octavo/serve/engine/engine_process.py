@@ -35,7 +35,7 @@ from octavo.params import SamplingParams
 from octavo.serve.channel.messages import (
     Abort,
     Add,
-    Failed,
+    EngineFailed,
     Heartbeat,
     Loaded,
     Look,
@@ -488,7 +488,7 @@ def main(end: str, stacks: int) -> int:
         smoke_test(llm.engine)
         llm.warm_up()
     except OctavoError as error:
-        link.send(Failed(str(error)))
+        link.send(EngineFailed(str(error)))
         link.close()
         return 2
     loop = EngineLoop(

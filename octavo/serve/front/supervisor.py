@@ -22,7 +22,7 @@ import msgspec
 
 from octavo.errors import ModelError
 from octavo.serve.channel.messages import (
-    Failed,
+    EngineFailed,
     Heartbeat,
     Loaded,
     News,
@@ -198,7 +198,7 @@ class Supervisor:
             self.heartbeat = message
         elif isinstance(message, Phase):
             self._enter(message.name, message.fraction)
-        elif isinstance(message, Failed):
+        elif isinstance(message, EngineFailed):
             self.failure = message.message
         elif not isinstance(message, View):
             self.progress = now
