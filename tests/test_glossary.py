@@ -92,14 +92,13 @@ RETIRED_MODULES = {
 STILL_USED_MODULES: set[str] = set()
 STILL_USED: dict[str, set[str]] = {
     "octavo/serve/http/body.py": {"patience"},
-    "octavo/serve/front/client.py": {"news", "untold"},
-    "octavo/serve/engine/engine_process.py": {"look", "news", "patience", "untold"},
+    "octavo/serve/front/client.py": {"untold"},
+    "octavo/serve/engine/engine_process.py": {"look", "patience", "untold"},
     "octavo/serve/front/loop_watchdog.py": {"beat"},
-    "octavo/serve/channel/messages.py": {"look", "news", "patience", "untold"},
-    "octavo/serve/api/replies.py": {"news"},
+    "octavo/serve/channel/messages.py": {"look", "patience", "untold"},
     "octavo/serve/endpoints/grpc_service.py": {"told"},
     "octavo/serve/server.py": {"tell"},
-    "octavo/serve/front/supervisor.py": {"news", "patience"},
+    "octavo/serve/front/supervisor.py": {"patience"},
     "octavo/serve/endpoints/live_feed.py": {"look"},
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from octavo.serve.channel.messages import News
+from octavo.serve.channel.messages import StepOutputs
 from octavo.serve.front.client import FINISHED_PER_TURN, OUTPUTS_PER_TURN, EngineClient
 from octavo.serve.front.metrics import Metrics
 from octavo.serve.serve_config import ServeConfig
@@ -36,9 +36,9 @@ def test_a_few_a_turn_and_in_order_whatever_one_of_them_does(client: Any) -> Non
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         with pytest.raises(RuntimeError):
-            client.receive(News(outputs(0, 20), []))
+            client.receive(StepOutputs(outputs(0, 20), []))
         assert client.seen == [0, 1, 2, 3]
-        client.receive(News(outputs(20, 10), []))
+        client.receive(StepOutputs(outputs(20, 10), []))
         await asyncio.sleep(0)
         assert client.seen == list(range(4 + OUTPUTS_PER_TURN)), "no sooner because more came"
         await asyncio.sleep(0.01)
@@ -50,7 +50,7 @@ def test_a_few_a_turn_and_in_order_whatever_one_of_them_does(client: Any) -> Non
 def test_replies_that_end_with_one_step_are_ended_few_at_a_time(client: Any) -> None:
     async def run() -> None:
         ends = [Output(f"r{i}", 0, [i], finish_reason="length") for i in range(10, 15)]
-        client.receive(News([*outputs(20, 3), *ends], []))
+        client.receive(StepOutputs([*outputs(20, 3), *ends], []))
         assert client.seen == [20, 21, 22, 10, 11] and FINISHED_PER_TURN == 2
         await asyncio.sleep(0)
         assert client.seen[5:] == [12, 13]
@@ -62,7 +62,7 @@ def test_replies_that_end_with_one_step_are_ended_few_at_a_time(client: Any) -> 
 
 def test_what_an_engine_said_before_its_end_counts(client: Any) -> None:
     async def run() -> None:
-        client.receive(News(outputs(10, 20), []))
+        client.receive(StepOutputs(outputs(10, 20), []))
         client.engine_lost()
         assert client.seen == list(range(10, 30))
 

@@ -20,12 +20,12 @@ from octavo.events import EventLog, StepFailed, StepPlanned
 from octavo.params import SamplingParams, StructuredOutputs
 from octavo.serve.channel.messages import (
     Abort,
+    Accepted,
     Add,
     Heartbeat,
-    News,
     Refused,
     Shutdown,
-    Taken,
+    StepOutputs,
     decode_to_engine,
     decode_to_front,
     encode,
@@ -103,7 +103,7 @@ def test_an_abort_leaves_others_alone() -> None:
         return [
             t
             for m in sent
-            if isinstance(m, News)
+            if isinstance(m, StepOutputs)
             for out in m.outputs
             if out.request_id == "b"
             for t in out.tokens
@@ -116,11 +116,11 @@ def test_an_abort_leaves_others_alone() -> None:
 def test_a_request_that_nobody_follows_is_told_of_when_it_begins_and_when_it_ends(
     depth: int,
 ) -> None:
-    def told(whole: bool) -> tuple[EngineLoop, list[Output], int]:
+    def told(send_at_end: bool) -> tuple[EngineLoop, list[Output], int]:
         m = add("a", 9, max_tokens=10, seed=1, n=2, temperature=1.0)
-        m.whole = whole
+        m.send_at_end = send_at_end
         loop, sent = run([m, *[None] * 20], depth)
-        news = [m for m in sent if isinstance(m, News)]
+        news = [m for m in sent if isinstance(m, StepOutputs)]
         return loop, [out for m in news for out in m.outputs], sum(len(m.steps) for m in news)
 
     def said(outputs: list[Output], index: int) -> list[int]:
@@ -129,29 +129,33 @@ def test_a_request_that_nobody_follows_is_told_of_when_it_begins_and_when_it_end
     (_, every, steps), (loop, few, same) = told(False), told(True)
     assert len(every) == 20 and len(few) == 4 and [len(out.tokens) for out in few[:2]] == [1, 1]
     assert all(said(few, i) == said(every, i) and len(said(few, i)) == 10 for i in (0, 1))
-    assert [out.finish_reason for out in few[2:]] == ["length", "length"] and not loop.whole
+    assert [out.finish_reason for out in few[2:]] == ["length", "length"] and not loop.unsent_tokens
     assert steps == same, "no step is lost to the metrics"
 
 
 def test_an_abort_forgets_what_was_kept_back() -> None:
     m = add("a", 9, max_tokens=50)
-    m.whole = True
+    m.send_at_end = True
     loop, sent = run([m, *[None] * 5, Abort(["a"])])
-    told = sum(len(out.tokens) for news in sent if isinstance(news, News) for out in news.outputs)
-    assert not loop.whole and told == 1
-    assert sum(news.untold for news in sent if isinstance(news, News)) >= 3  # counted all the same
+    told = sum(
+        len(out.tokens) for news in sent if isinstance(news, StepOutputs) for out in news.outputs
+    )
+    assert not loop.unsent_tokens and told == 1
+    assert (
+        sum(news.untold for news in sent if isinstance(news, StepOutputs)) >= 3
+    )  # counted all the same
 
 
 def test_a_request_is_said_to_have_begun_once() -> None:
     _, sent = run([add("a", 40, max_tokens=3), *[None] * 10])
-    (begun,) = [m.begun for m in sent if isinstance(m, News) and m.begun]
+    (begun,) = [m.begun for m in sent if isinstance(m, StepOutputs) and m.begun]
     assert [id for id, _ in begun] == ["a"] and 0 <= time.monotonic() - begun[0][1] < 60
 
 
 def test_a_request_with_forks_and_a_preempted_one_start_once() -> None:
     loop, sent = run([add("a", 90, n=3, temperature=1.0, max_tokens=60), *[None] * 90])
     assert loop.engine.scheduler.counters.preemptions > 0
-    started = [id for m in sent if isinstance(m, News) for id, _ in m.begun]
+    started = [id for m in sent if isinstance(m, StepOutputs) for id, _ in m.begun]
     assert started == ["a"]
 
 
@@ -189,18 +193,20 @@ def guided(id: str, regex: str = "good") -> Add:
 def test_a_request_is_held_until_its_guide_is_there_and_others_are_not() -> None:
     script = [guided("g"), add("a", max_tokens=6), *[None] * 14]
     loop, sent = run(script, guides=FakeGuides(9))
-    begun = [id for m in sent if isinstance(m, News) for id, _ in m.begun]
+    begun = [id for m in sent if isinstance(m, StepOutputs) for id, _ in m.begun]
     ended = [
         out.request_id
         for m in sent
-        if isinstance(m, News)
+        if isinstance(m, StepOutputs)
         for out in m.outputs
         if out.finish_reason
     ]
     assert begun == ["a", "g"] and ended[0] == "a" and not loop.held
-    taken = next(i for i, m in enumerate(sent) if isinstance(m, Taken))
+    taken = next(i for i, m in enumerate(sent) if isinstance(m, Accepted))
     assert taken < next(
-        i for i, m in enumerate(sent) if isinstance(m, News) and [id for id, _ in m.begun] == ["g"]
+        i
+        for i, m in enumerate(sent)
+        if isinstance(m, StepOutputs) and [id for id, _ in m.begun] == ["g"]
     )
 
 
@@ -220,7 +226,7 @@ def test_what_cannot_be_compiled_is_refused() -> None:
 
 def test_a_held_request_can_be_aborted() -> None:
     loop, sent = run([guided("g"), None, Abort(["g"]), *[None] * 5], guides=FakeGuides(20))
-    assert not loop.held and not [m for m in sent if isinstance(m, (Taken, News))]
+    assert not loop.held and not [m for m in sent if isinstance(m, (Accepted, StepOutputs))]
 
 
 def test_a_heartbeat_tells_when_work_begins_and_when_it_ends() -> None:
@@ -247,10 +253,10 @@ def test_messages_cross_as_they_are() -> None:
         [None, TokenLogprobs(1, -1.0, 2, [])],
     )
     for message in (
-        News([out], [("a", 1.5)], [7], 9),
+        StepOutputs([out], [("a", 1.5)], [7], 9),
         Heartbeat(steps=3),
         Refused("a", "no", "prompt", None),
-        Taken("a"),
+        Accepted("a"),
     ):
         assert decode_to_front(encode(message)) == message
 
@@ -339,7 +345,7 @@ def test_broken_books_are_written_down_and_counted_and_the_engine_goes_on(
     dump = json.loads(caplog.records[0].message)
     assert dump["event"] == "invariant_broken" and "reference counts disagree" in dump["error"]
     assert dump["sequences"][0]["request"] == "b" and dump["scheduler"]["check_failures"] == 1
-    outputs = [out for m in loop.link.sent if isinstance(m, News) for out in m.outputs]  # type: ignore[attr-defined]
+    outputs = [out for m in loop.link.sent if isinstance(m, StepOutputs) for out in m.outputs]  # type: ignore[attr-defined]
     assert sum(len(out.tokens) for out in outputs if out.request_id == "b") == 3
 
 
@@ -356,13 +362,13 @@ def test_a_step_that_fails_on_a_lost_device_ends_the_process_and_another_failure
             assert any(
                 out.finish_reason == "error"
                 for m in link.sent
-                if isinstance(m, News)
+                if isinstance(m, StepOutputs)
                 for out in m.outputs
             )
         else:
             with pytest.raises(DeviceLost):
                 loop.run()
-            assert not any(isinstance(m, News) for m in link.sent), (
+            assert not any(isinstance(m, StepOutputs) for m in link.sent), (
                 "the front says what became of them when it misses us"
             )
 
@@ -389,7 +395,7 @@ def test_a_long_step_is_told_of_until_it_has_landed(
         self.engine.runner.launch = watched  # type: ignore[method-assign]
 
     def send(self: FakeLink, message: Any) -> None:
-        if isinstance(message, News):
+        if isinstance(message, StepOutputs):
             patience.append(message.patience)
             if message.outputs:
                 landed.append(message.patience)
@@ -399,10 +405,10 @@ def test_a_long_step_is_told_of_until_it_has_landed(
     monkeypatch.setattr(FakeLink, "send", send)
     _, sent = run([add("a", 14, max_tokens=4), *[None] * 12], depth)
     assert max(patience) == 14 and patience[-1] == 0 and landed[0] == 0
-    assert [id for m in sent if isinstance(m, News) for id, _ in m.begun] == ["a"], (
+    assert [id for m in sent if isinstance(m, StepOutputs) for id, _ in m.begun] == ["a"], (
         "and that it has begun, once"
     )
-    first = next(i for i, m in enumerate(sent) if isinstance(m, News))
+    first = next(i for i, m in enumerate(sent) if isinstance(m, StepOutputs))
     assert sent[first].begun and not sent[first].outputs and sent[first].patience == 14
 
 
@@ -435,7 +441,7 @@ def test_an_engine_that_hangs_in_a_long_step_is_noticed_though_its_requests_have
             lambda: ended.append(time.monotonic()),
         )  # type: ignore
         watch = asyncio.create_task(watched._watch(None))
-        watched._receive(News([], [("a", 0.0)], [], patience=1e6))
+        watched._receive(StepOutputs([], [("a", 0.0)], [], patience=1e6))
         for steps in range(10):
             # the first leaves, another comes
             work.clear() if steps == 2 else work.setdefault("b", 1)
@@ -449,24 +455,24 @@ def test_an_engine_that_hangs_in_a_long_step_is_noticed_though_its_requests_have
 
 def test_a_request_that_ends_with_its_first_step_has_begun_too() -> None:
     _, sent = run([add("a", max_tokens=1), *[None] * 3])
-    (news,) = [m for m in sent if isinstance(m, News) and m.outputs]
+    (news,) = [m for m in sent if isinstance(m, StepOutputs) and m.outputs]
     assert [id for id, _ in news.begun] == ["a"] and news.outputs[0].finish_reason == "length"
 
 
 def test_the_steps_of_who_left_are_counted_when_the_engine_rests() -> None:
     m = add("a", max_tokens=50)
-    m.whole = True
+    m.send_at_end = True
     _, sent = run([m, *[None] * 8, Abort(["a"]), None], depth=2)
-    assert sum(len(news.steps) for news in sent if isinstance(news, News)) >= 8
+    assert sum(len(news.steps) for news in sent if isinstance(news, StepOutputs)) >= 8
 
 
 def test_the_front_is_told_whether_there_is_room() -> None:
     """Four rows: the fifth waits for one, and the front need not hear of anything else meanwhile to know."""
     messages = [add(name, max_tokens=20) for name in "abcde"]
     for m in messages:
-        m.whole = True
+        m.send_at_end = True
     _, sent = run([*messages, *[None] * 60])
-    told = [news.full for news in sent if isinstance(news, News)]
+    told = [news.full for news in sent if isinstance(news, StepOutputs)]
     assert True in told and told[-1] is False
 
 
@@ -474,4 +480,4 @@ def test_who_leaves_an_engine_that_rests_leaves_room() -> None:
     _, sent = run(
         [*[add(name, max_tokens=50) for name in "abcde"], None, None, Abort(list("abcde"))]
     )
-    assert [news.full for news in sent if isinstance(news, News)][-1] is False
+    assert [news.full for news in sent if isinstance(news, StepOutputs)][-1] is False

@@ -95,9 +95,9 @@ def whole(
 ) -> dict[str, Any]:
     """The reply to a request that does not stream. Keys without a value are null, as in vLLM."""
     choices = []
-    for which, collector in enumerate(collectors):
+    for prompt_index, collector in enumerate(collectors):
         for k, completion in enumerate(collector.best):
-            index = which * shape.n + k
+            index = prompt_index * shape.n + k
             choices.append(
                 chat_choice(tokenizer, completion, index, shape)
                 if shape.chat
@@ -293,9 +293,9 @@ class ChunkWriter:
         if index not in self._parsers:
             self._parsers[index] = tools.parser()
         parser = self._parsers[index]
-        news = parser.push(piece.text)
+        parts = parser.push(piece.text)
         if piece.finish_reason is not None:
-            news += parser.finish()
+            parts += parser.finish()
         alone = CompletionOutput(index, "", [])
         chunks = [
             self._rich(
@@ -304,7 +304,7 @@ class ChunkWriter:
                 collectors,
                 {"content": new} if isinstance(new, str) else _call_delta(new),
             )
-            for new in news
+            for new in parts
         ]
         if piece.finish_reason is not None or self._is_rich:
             last = replace(piece, finish_reason=finish_reason(piece, parser.calls))

@@ -33,7 +33,7 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     key: str = ""
     submitted: float = 0.0  # when it left the front, on the same clock
     # not streamed: send the first token, then the rest at the end
-    whole: bool = False
+    send_at_end: bool = False
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -102,12 +102,12 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
-class News(msgspec.Struct, tag=True, array_like=True):
+class StepOutputs(msgspec.Struct, tag=True, array_like=True):
     """What a step brought, and the requests that have begun."""
 
     outputs: list[Output]
     begun: list[tuple[str, float]]  # and when, by time.monotonic(), which all processes share
-    steps: list[int] = []  # tokens computed in each, since the last news
+    steps: list[int] = []  # tokens computed in each, since the last message
     untold: int = 0  # tokens of requests that ended before anybody heard of them
     patience: float = 0.0  # seconds that the step that begins now may take, where that is long
     full: bool = False  # waiting requests lack slots, blocks or a batch
@@ -122,7 +122,7 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
     code: str | None = None
 
 
-class Taken(msgspec.Struct, tag=True, array_like=True):
+class Accepted(msgspec.Struct, tag=True, array_like=True):
     """Its structured output is compiled, and the request queued: nothing in it will be refused any
     more."""
 
@@ -234,7 +234,9 @@ class EngineFailed(msgspec.Struct, tag=True, array_like=True):
     message: str
 
 
-ToFront = Phase | Loaded | Ready | News | Refused | Taken | Heartbeat | View | EngineFailed
+ToFront = (
+    Phase | Loaded | Ready | StepOutputs | Refused | Accepted | Heartbeat | View | EngineFailed
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

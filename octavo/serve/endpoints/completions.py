@@ -31,13 +31,13 @@ CHAT_LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
-def open_call(front: Front, caller: Caller, prepared: Prepared, follow: bool) -> Call:
+def open_call(front: Front, caller: Caller, prepared: Prepared, stream: bool) -> Call:
     """A call within the limits of the caller's key. Every transport generates through here."""
     key = caller.key
     if key is not None:
         key.enter()
     try:
-        return front.client.open(caller.id, prepared, follow=follow, key=key)
+        return front.client.open(caller.id, prepared, stream=stream, key=key)
     except BaseException:
         if key is not None:
             key.leave(0)
@@ -250,7 +250,7 @@ def _check_minimum(params: SamplingParams, wanted: int | None) -> None:
 async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
     front = exchange.front
     caller = exchange.caller
-    with open_call(front, caller, prepared, follow=shape.stream) as call:
+    with open_call(front, caller, prepared, stream=shape.stream) as call:
         exchange.watch(call)
         if shape.stream:
             await call.wait_accepted()  # a refusal is still an HTTP error here, not an SSE event
@@ -286,11 +286,11 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
     try:
         async for pieces in call:
             parts = []
-            for which, piece in pieces:
-                index = which * shape.n + piece.index
+            for prompt_index, piece in pieces:
+                index = prompt_index * shape.n + piece.index
                 if index not in opened:
                     opened.add(index)
-                    parts += opening(writer, index, call.collectors[which], shape)
+                    parts += opening(writer, index, call.collectors[prompt_index], shape)
                 if not shape.prompt_only:
                     parts.append(writer.piece(index, piece, call.collectors))
                 elif piece.finish_reason is not None:

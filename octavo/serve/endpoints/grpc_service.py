@@ -293,7 +293,7 @@ class Service:
     async def stream(self, caller: Caller, context: Context) -> None:
         prepared = await self._prepare_one(caller, context, stream=True)
         with (
-            open_call(self.front, caller, prepared, follow=True) as call,
+            open_call(self.front, caller, prepared, stream=True) as call,
             self.front.metrics.streams.track_inprogress(),
         ):
             # with it, it can be cancelled over HTTP
@@ -301,7 +301,7 @@ class Service:
             context.set_trailing_metadata((("x-request-id", caller.id), *prepared.headers.items()))
             count = 0
             async for pieces in call:
-                for which, piece in pieces:
+                for prompt_index, piece in pieces:
                     count += len(piece.token_ids)
                     reply = pb.GenerateStreamResponse(
                         text=piece.text, tokens_generated=count, latency_ms=elapsed(caller)
@@ -309,7 +309,7 @@ class Service:
                     if piece.finish_reason is not None:
                         reply.finish_reason = piece.finish_reason
                         reply.prompt_tokens, reply.cached_tokens = prompt_counts(
-                            call.collectors[which]
+                            call.collectors[prompt_index]
                         )
                     await self._write(context, reply)
 
@@ -344,7 +344,7 @@ class Service:
                 cached_tokens=cached,
             )
 
-        with open_call(self.front, caller, prepared, follow=False) as call:
+        with open_call(self.front, caller, prepared, stream=False) as call:
             await call.wait_finished()
             return [reply(collector) for collector in call.collectors]
 

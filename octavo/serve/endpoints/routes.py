@@ -184,7 +184,7 @@ def check_prompts(front: Front, prompts: list[str] | None) -> list[str]:
 
 
 async def texts(exchange: Exchange, prepared: Prepared) -> list[str]:
-    with open_call(exchange.front, exchange.caller, prepared, follow=False) as call:
+    with open_call(exchange.front, exchange.caller, prepared, stream=False) as call:
         exchange.watch(call)
         await call.wait_finished()
         return [collector.best[0].text for collector in call.collectors]

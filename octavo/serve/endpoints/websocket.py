@@ -150,7 +150,7 @@ class Session:
         prepared = await prepare_generate(
             self.front, caller, asked, [asked.prompt], headers, stream=True
         )
-        with open_call(self.front, caller, prepared, follow=True) as self.call:
+        with open_call(self.front, caller, prepared, stream=True) as self.call:
             try:
                 reason = None
                 async for pieces in self.call:

@@ -34,19 +34,19 @@ from octavo.errors import InvalidRequest, OctavoError
 from octavo.params import SamplingParams
 from octavo.serve.channel.messages import (
     Abort,
+    Accepted,
     Add,
     EngineFailed,
     Heartbeat,
     Loaded,
     Look,
-    News,
     Phase,
     Ready,
     Refused,
     Shutdown,
     Start,
+    StepOutputs,
     Stop,
-    Taken,
     ToEngine,
 )
 from octavo.serve.channel.sockets import EngineLink
@@ -96,7 +96,7 @@ class EngineLoop:
         self.check_failures = 0
         self.held: dict[str, tuple[Add, Compilation]] = {}  # requests whose guide is being compiled
         # Requests that are not streamed: the tokens of each sequence after its first one.
-        self.whole: dict[str, dict[int, list[int]]] = {}
+        self.unsent_tokens: dict[str, dict[int, list[int]]] = {}
         self.counts = StepCounts(engine.events)
         self.long_steps = LongSteps(engine.events, seconds_per_token, self._announce_long_step)
         self.viewer: Viewer | None = None  # while a live page is open
@@ -159,13 +159,15 @@ class EngineLoop:
         num_unsent = 0  # tokens
         for request_id in request_ids:
             self.held.pop(request_id, None)
-            num_unsent += sum(map(len, self.whole.pop(request_id, {}).values()))
+            num_unsent += sum(map(len, self.unsent_tokens.pop(request_id, {}).values()))
             self.engine.abort(request_id)
         is_idle = self.engine.idle and not self.held
         was_full = self.full
         self.full = self.full and not is_idle
         if num_unsent or was_full != self.full:
-            self.link.send(News([], [], untold=num_unsent, patience=self.patience, full=self.full))
+            self.link.send(
+                StepOutputs([], [], untold=num_unsent, patience=self.patience, full=self.full)
+            )
         if is_idle:
             self._snapshot()
             self.link.send(self.heartbeat)
@@ -190,8 +192,8 @@ class EngineLoop:
         except InvalidRequest as error:
             self.link.send(Refused(message.id, str(error), error.param, error.code))
             return False
-        if message.whole:
-            self.whole[message.id] = {}
+        if message.send_at_end:
+            self.unsent_tokens[message.id] = {}
         return True
 
     def _add_compiled(self) -> None:
@@ -206,14 +208,14 @@ class EngineLoop:
                 if guide is None:
                     continue
                 if self._add(message, guide):
-                    self.link.send(Taken(request_id))
+                    self.link.send(Accepted(request_id))
             del self.held[request_id]
 
     def send(self, outputs: list[Output]) -> None:
         """Send the outputs of a step, and what else the front must know."""
         started = self.counts.take_started()
         self._close_idle_viewer()
-        if self.whole:
+        if self.unsent_tokens:
             outputs = [output for output in outputs if self._is_due(output)]
         before = (self.patience, self.full)
         self.patience = self.long_steps.longest
@@ -222,14 +224,16 @@ class EngineLoop:
         has_last_steps = self.counts.has_steps and self.engine.idle
         if outputs or started or has_last_steps or (self.patience, self.full) != before:
             steps = self.counts.take_step_tokens()
-            self.link.send(News(outputs, started, steps, patience=self.patience, full=self.full))
+            self.link.send(
+                StepOutputs(outputs, started, steps, patience=self.patience, full=self.full)
+            )
 
     def _announce_long_step(self, seconds: float) -> None:
         """A long step is about to be launched: the front must not take the engine for hung, nor a
         request that starts with it for waiting."""
         self.patience = max(seconds, self.patience)
         started = self.counts.take_started()
-        self.link.send(News([], started, [], patience=self.patience, full=self.full))
+        self.link.send(StepOutputs([], started, [], patience=self.patience, full=self.full))
 
     def _send_view(self) -> None:
         """A live page is open: send a heartbeat and a view."""
@@ -252,7 +256,7 @@ class EngineLoop:
     def _is_due(self, output: Output) -> bool:
         """Return whether an output is sent now. The tokens of a request that is not streamed are
         sent with its end: a message for each token is most of what such a request costs."""
-        tokens_by_index = self.whole.get(output.request_id)
+        tokens_by_index = self.unsent_tokens.get(output.request_id)
         if tokens_by_index is None:
             return True
         if output.finish_reason is None:
@@ -263,7 +267,7 @@ class EngineLoop:
             return True
         output.tokens = tokens_by_index.pop(output.index, []) + output.tokens
         if not tokens_by_index and output.request_id not in self.engine.scheduler.requests:
-            del self.whole[output.request_id]
+            del self.unsent_tokens[output.request_id]
         return True
 
     def _check(self) -> None:

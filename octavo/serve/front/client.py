@@ -32,13 +32,13 @@ from octavo.serve.api.api_errors import ApiError, api_error
 from octavo.serve.api.validate import Prepared
 from octavo.serve.channel.messages import (
     Abort,
+    Accepted,
     Add,
     Loaded,
-    News,
     Ready,
     Refused,
+    StepOutputs,
     Stop,
-    Taken,
     ToFront,
     View,
 )
@@ -95,7 +95,7 @@ class Call:
         client: EngineClient,
         call_id: str,
         prepared: Prepared,
-        follow: bool,
+        stream: bool,
         key: Key | None,
     ):
         self.client = client
@@ -120,7 +120,7 @@ class Call:
         self.timer: asyncio.TimerHandle | None = None
         self.sent = False  # whether the engine has received the requests
         self.trial: asyncio.Task[None] | None = None  # the trial compilation of its spec
-        self.follow = follow
+        self.stream = stream
         self._closed = False
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -133,7 +133,7 @@ class Call:
             Collector(request, text, tokenizer, self.until)
             for request, text in zip(self.requests, self.texts, strict=True)
         ]
-        if self.follow:
+        if self.stream:
             for collector in collectors:
                 collector.pieces = []
         return collectors
@@ -232,12 +232,12 @@ class Call:
             self.fail(self._engine_error(output))
             return None
         stopped = collector.add(output)
-        if self.follow and collector.pieces:
+        if self.stream and collector.pieces:
             self._pieces += [(prompt_index, piece) for piece in collector.pieces]
             collector.pieces.clear()
         if collector.finished:
             self.unfinished -= 1
-        if self.follow or not self.unfinished:
+        if self.stream or not self.unfinished:
             self.wake()
         return output.index if stopped else None
 
@@ -306,9 +306,9 @@ class EngineClient:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def open(self, call_id: str, prepared: Prepared, *, follow: bool, key: Key | None) -> Call:
+    def open(self, call_id: str, prepared: Prepared, *, stream: bool, key: Key | None) -> Call:
         """Open a call and send its requests to the engine. A new spec of structured output is tried
-        first. With `follow` the call returns pieces of text as they are generated. `key` is the API
+        first. With `stream` the call returns pieces of text as they are generated. `key` is the API
         key of the client."""
         requests = prepared.requests
         self._check_room(requests, key)
@@ -318,7 +318,7 @@ class EngineClient:
             needs_trial = not self.trials.passed(spec, prepared.structure)
         for index, request in enumerate(requests):
             request.id = f"{call_id}-{index}"
-        call = Call(client=self, call_id=call_id, prepared=prepared, follow=follow, key=key)
+        call = Call(client=self, call_id=call_id, prepared=prepared, stream=stream, key=key)
         self.calls[call_id] = call
         if needs_trial:
             call.trial = asyncio.create_task(self._send_after_trial(call, prepared.timeout))
@@ -367,7 +367,7 @@ class EngineClient:
                 request.priority,
                 request.deadline,
                 request.tenant,
-                whole=not call.follow and is_decoded_at_end(request.params, call.until),
+                send_at_end=not call.stream and is_decoded_at_end(request.params, call.until),
             )
             self.supervisor.send(message, on_sent)
 
@@ -461,13 +461,13 @@ class EngineClient:
     # ---- messages from the engine ----------------------------------------------------------------
 
     def receive(self, message: ToFront) -> None:
-        if isinstance(message, News):
+        if isinstance(message, StepOutputs):
             self._receive_step(message)
         elif isinstance(message, View):
             self.view = message
         elif isinstance(message, Refused):
             self._receive_refusal(message)
-        elif isinstance(message, Taken):
+        elif isinstance(message, Accepted):
             accepted = self.open_requests.get(message.id)
             if accepted is not None:
                 accepted.call.compiling.discard(message.id)
@@ -478,7 +478,7 @@ class EngineClient:
         elif isinstance(message, Ready):
             self.metrics.loaded(self.model_info())
 
-    def _receive_step(self, message: News) -> None:
+    def _receive_step(self, message: StepOutputs) -> None:
         """Record what a step of the engine has done, and start to process its outputs."""
         self.engine_full = message.full
         for request_id, start_time in message.begun:

@@ -25,11 +25,11 @@ from octavo.serve.channel.messages import (
     EngineFailed,
     Heartbeat,
     Loaded,
-    News,
     Phase,
     Ready,
     Shutdown,
     Start,
+    StepOutputs,
     ToEngine,
     ToFront,
     View,
@@ -202,7 +202,7 @@ class Supervisor:
             self.failure = message.message
         elif not isinstance(message, View):
             self.progress = now
-            if isinstance(message, News):
+            if isinstance(message, StepOutputs):
                 # A request ends after request_timeout, so a longer step is of no use.
                 self.step_deadline = now + min(message.patience, self.config.request_timeout)
             if isinstance(message, Loaded):
