@@ -124,7 +124,8 @@ class Sequence:
     # Its place on the device, while it runs.
     slot: int = -1  # batch slot
     block_table: list[int] = field(default_factory=list)  # logical block -> physical block
-    computed: int = 0  # positions whose KV is committed
+    # Positions whose KV is committed or is loaded by the step that admits the sequence.
+    computed: int = 0
     planned: int = 0  # KV positions after every step in flight has landed
     steps_in_flight: int = 0  # steps launched and not yet committed
     epoch: int = 0  # raised by preempt, finish and abort; results of older epochs are dropped

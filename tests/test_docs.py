@@ -181,9 +181,9 @@ def defines(module: ast.Module, name: str) -> bool:
     return any(isinstance(node, definition) and node.name == name for node in ast.walk(module))
 
 
-def test_the_reading_order_of_the_server_names_files_that_exist() -> None:
+def test_the_packages_of_the_server_name_files_that_exist() -> None:
     text = (ROOT / "docs" / "serving.md").read_text()
-    table = text.split("This is a good reading order:\n\n")[1].split("\n\n")[0]
+    table = text.split("lists the packages and where to start in each:\n\n")[1].split("\n\n")[0]
     for row in table.splitlines()[2:]:
         package = FILE.search(row)
         assert package is not None, row

@@ -3,11 +3,12 @@
 It knows blocks and hashes, not sequences. Every block is in exactly one state:
 
     used     some block table holds it             ref_counts > 0
-    cached   no table holds it, content is known   ref_counts == 0, hash set   } in free_blocks,
-    free     no table holds it, nothing to reuse   ref_counts == 0, no hash    } oldest first
+    cached   no table holds it, content is known   ref_counts == 0, hash set   } in free_blocks
+    free     no table holds it, nothing to reuse   ref_counts == 0, no hash    }
 
-Free blocks stand before cached ones, so a cached block is reused last. No sequence uses block 0:
-padding in a batch writes to it. Cached blocks may belong to a tenant (cache_quota.py).
+free_blocks holds free ones newest first, then cached ones least recently used first. No sequence
+uses block 0: padding in a batch writes to it. Cached blocks may belong to a tenant
+(cache_quota.py).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class Handle(Protocol):
 
 
 class StepRunner(Protocol):
-    """Executes plans strictly in order. Sampled tokens depend only on the stream of plans; disk events
-    and times do not."""
+    """Executes plans strictly in order. Sampled tokens depend on nothing but the stream of plans. Disk
+    events and measured times may differ between runs."""
 
     def launch(self, plan: Plan) -> Handle: ...
 

@@ -3,8 +3,8 @@
 This file forks sequences and keeps track of them. beam_search.py decides which beams continue; the
 scheduler frees slots and blocks of sequences that end.
 
-    n > 1    the prompt is computed but for its last token; then each child shares the block table
-             and computes that token itself
+    n > 1    the prompt is computed except for its last token; then each child shares the block
+             table and computes that token itself
     beams    when all have reported, a beam that continues twice is forked, and one that does not
              continue ends
 """

@@ -1,18 +1,22 @@
 """Scheduling policies: the order of the queue, and which sequence is preempted when batch slots or
 blocks run out. Policies know sequences, no blocks and no clock.
 
-A policy is a rank: a number of seconds for each sequence, lowest first. The scheduler does the rest:
+A policy is a rank: a number for each sequence, lowest first. Most ranks are seconds; those of `fair`
+are tokens. The scheduler does the rest:
 
     waiting, prefilling and decoding are kept in rank order, and plans are filled from the front
-    a sequence that needs room takes it from one with a later rank that is not in the plan yet,
-    or is preempted itself
+    a decoding sequence that needs a block takes it from a sequence with a later rank that is not in
+    the plan yet, or is preempted itself
+    a prefilling sequence takes blocks only from prefilling ones with a later rank, or waits
 
-No livelock: the sequence with the lowest rank makes progress in every step or in every other one,
-whatever the policy, because the rank of a sequence that has started does not change. (It changes
-once: under a policy with changing ranks, a preempted sequence comes first from then on.)
+No livelock, whatever the policy: among running sequences, the one with the lowest rank never loses
+its blocks to another running one, because the rank of a sequence that has started does not change.
+It may wait for blocks while others decode, but they end or are preempted, so it advances in the end.
+(A rank changes once: under a policy with changing ranks, a preempted sequence comes first from then
+on.)
 
-No starvation: a rank is the time of arrival plus a bounded number of seconds, so a request that
-arrives much later comes after.
+No starvation, if a rank is the time of arrival plus a bounded number of seconds: a request that
+arrives much later comes after. `Fair` reaches the same with its counters of tokens.
 
 To write your own policy, subclass Policy with a `rank` and name it: --policy package.module:Class.
 """

@@ -42,7 +42,8 @@ class PrefixCache:
                 has_disk=cache.has_disk,
                 events=pool.events,
             )
-        # Hash of a block that will be published -> Sequence.id of the sequence that computes it.
+        # Hash of a block that will be published -> Sequence.id of the sequence that computes or
+        # loads it.
         self.computing: dict[bytes, int] = {}
 
     # ---- admission ---------------------------------------------------------------------------------

@@ -116,7 +116,8 @@ class StepFill:
     plan: Plan
     shape: StepShape
     tokens_left: int
-    preempted: bool = False  # a sequence was preempted, so none starts: no victim comes right back
+    # A sequence was preempted for lack of a block, so none starts: no victim comes right back.
+    preempted: bool = False
     blocked: bool = False  # a sequence lacked blocks, so none behind it starts
     left_waiting: set[int] = field(default_factory=set)  # Sequence.id that NotAdmitted has named
 
@@ -353,11 +354,11 @@ class Scheduler:
             seq.steps_in_flight += 1
             if seq.guide is not None:
                 plan.token_masks[len(items)] = seq.guide.mask
-            sample = samples_heavy and samples_attention(seq, position, self.cache)
+            wants_mass = samples_heavy and samples_attention(seq, position, self.cache)
             # By position, because keywords would double the cost of the loop's only allocation:
             # seq_id, epoch, slot, start, num_tokens, sample, max_kv_len, prompt_logprobs, mass
             items.append(
-                Item(seq.id, seq.epoch, seq.slot, None, 1, True, position + 1, None, sample)
+                Item(seq.id, seq.epoch, seq.slot, None, 1, True, position + 1, None, wants_mass)
             )
         fill.tokens_left -= len(items)
 
@@ -386,6 +387,8 @@ class Scheduler:
         if sum(unplanned) <= fill.tokens_left - share:
             return  # everything fits
         num_blocks = sum(-(-num_tokens // self.pool.block_size) for num_tokens in unplanned)
+        # A prompt takes at most one block per token that it computes, so the short prompts take at
+        # most `share` blocks, besides cached ones that they reuse.
         if len(self.pool.free_blocks) - num_blocks < share + len(self.decoding):
             return
         awaited: set[bytes] = set()

@@ -46,7 +46,7 @@ class TierCounters:
     disk_tokens: int = 0  # positions served from disk
     evictions: int = 0  # contents evicted from host memory
     dropped: int = 0  # contents that left the device and found no host block
-    refused: int = 0  # prompts that were computed because loading seemed slower
+    refused: int = 0  # lookups that refused to load because loading seemed slower
     load_seconds: float = field(default=0.0, repr=False)  # total, where it was measured
     fetch_seconds: float = field(default=0.0, repr=False)  # total, as if one after another
     misses: dict[str, int] = field(default_factory=dict)  # failed disk operations by reason

@@ -1,8 +1,8 @@
 """launch(plan): update slots and blocks, prepare the batch, run the forward pass, sample. Returns a
 handle at once.
 
-Sampled tokens depend only on the stream of plans; disk events and times do not. Nothing here waits
-for the device; the handle does, when it is asked.
+Sampled tokens depend on nothing but the stream of plans. Disk events and measured times may differ
+between runs. `launch` never waits for the device; `wait()` of the handle does.
 """
 
 from __future__ import annotations

@@ -108,8 +108,9 @@ class StepOutputs(msgspec.Struct, tag=True, array_like=True):
     outputs: list[Output]
     begun: list[tuple[str, float]]  # and when, by time.monotonic(), which all processes share
     steps: list[int] = []  # tokens computed in each, since the last message
-    untold: int = 0  # tokens of requests that ended before anybody heard of them
-    patience: float = 0.0  # seconds that the step that begins now may take, where that is long
+    untold: int = 0  # tokens that were generated but never sent: their request was aborted
+    # Seconds that the longest step in flight or about to start may take, if it is long; else 0.
+    patience: float = 0.0
     full: bool = False  # waiting requests lack slots, blocks or a batch
 
 

@@ -60,8 +60,8 @@ async def completions(exchange: Exchange) -> None:
 
 
 async def render(exchange: Exchange) -> None:
-    """What a conversation becomes, without generating: for learners. A request that could not be
-    answered is refused here too, but for one whose prompt does not fit: that can be looked at."""
+    """Reply with what a conversation becomes, without generating: for learners. A request that
+    could not be answered is refused here too. A prompt that does not fit is shown."""
     front = exchange.front
     body, unknown = await exchange.body(ChatRequest)
     asked, shape = read_chat(front, exchange.caller, body, unknown)
@@ -253,7 +253,8 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
     with open_call(front, caller, prepared, stream=shape.stream) as call:
         exchange.watch(call)
         if shape.stream:
-            await call.wait_accepted()  # a refusal is still an HTTP error here, not an SSE event
+            # A refused spec of structured output is still an HTTP error here, not an SSE event.
+            await call.wait_accepted()
             await stream(exchange, call, prepared, shape)
         else:
             await call.wait_finished()

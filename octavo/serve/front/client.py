@@ -4,7 +4,8 @@ text.
     call = client.open(call_id, prepared, ...)  raises ApiError if the queue is full or the engine
                                                 is not ready
     with call:                                  leaving the block aborts unfinished requests
-        await call.wait_accepted()              after this no request of the call is refused
+        await call.wait_accepted()              the requests are sent; with structured output, the
+                                                engine has accepted them too
         async for pieces in call: ...           (index of the prompt, new text), as it is generated
         await call.wait_finished()              or wait for all, then read call.collectors
 
@@ -118,7 +119,7 @@ class Call:
         self.unfinished = len(self.requests)
         self.arrival = self.requests[0].arrival
         self.timer: asyncio.TimerHandle | None = None
-        self.sent = False  # whether the engine has received the requests
+        self.sent = False  # whether the requests were sent to the engine
         self.trial: asyncio.Task[None] | None = None  # the trial compilation of its spec
         self.stream = stream
         self._closed = False
@@ -179,8 +180,9 @@ class Call:
         return pieces
 
     async def wait_accepted(self) -> None:
-        """Wait until the engine has received the requests and compiled their spec of structured
-        output. Raises the error of the call."""
+        """Wait until the requests are sent to the engine and, with structured output, until the
+        engine has accepted them. Without it, the engine may still refuse a request later. Raises
+        the error of the call."""
         while (self.compiling or not self.sent) and self.error is None:
             await self._wait()
         if self.error is not None:

@@ -93,7 +93,7 @@ TIERS = {
     "fetch_seconds": "Time the disk took to answer KV reads, summed over blocks, in seconds.",
     "evictions": "KV blocks evicted from host memory to make room.",
     "dropped": "KV blocks evicted from the device that no lower tier had room for.",
-    "refused": "Prompts recomputed because loading their KV would have taken longer.",
+    "refused": "Lookups that refused to load KV because loading seemed slower than computing.",
 }
 
 
