@@ -12,8 +12,9 @@ are tokens. The scheduler does the rest:
 No livelock, whatever the policy: among running sequences, the one with the lowest rank never loses
 its blocks to another running one, because the rank of a sequence that has started does not change.
 It may wait for blocks while others decode, but they end or are preempted, so it advances in the end.
-(A rank changes once: under a policy with changing ranks, a preempted sequence comes first from then
-on.)
+There are two exceptions. A beam that has reported makes room for its siblings, whatever its rank.
+Under a policy with changing ranks, a rank changes once more: a preempted sequence comes first from
+then on.
 
 No starvation, if a rank is the time of arrival plus a bounded number of seconds: a request that
 arrives much later comes after. `Fair` reaches the same with its counters of tokens.
