@@ -740,7 +740,7 @@ def test_a_config_that_no_machine_can_hold_is_refused() -> None:
     huge = EIGHT_BILLION | {"hidden_size": 2**30, "intermediate_size": 2**31 - 1, "head_dim": 2**30}
     with pytest.raises(ModelError, match="weights that cannot be allocated"):
         load_model(huge, LoadOptions(load_format="dummy"), ops=NO_OPS)
-    with pytest.raises(ModelError, match="num_hidden_layers must be at most 10000"):
+    with pytest.raises(ModelError, match="num_hidden_layers must be at most 1000,"):
         load_model(
             EIGHT_BILLION | {"num_hidden_layers": 10**9},
             LoadOptions(load_format="dummy"),
@@ -749,9 +749,9 @@ def test_a_config_that_no_machine_can_hold_is_refused() -> None:
 
 
 def test_more_layers_than_tensors_are_refused_before_a_model_is_built(tmp_path: Path) -> None:
-    config = EIGHT_BILLION | {"num_hidden_layers": 9000}
+    config = EIGHT_BILLION | {"num_hidden_layers": 900}
     path = write_directory(tmp_path, {"model.norm.weight": torch.ones(4096)}, config)
-    with pytest.raises(CheckpointError, match="9000 layers, but holds 1 tensors"):
+    with pytest.raises(CheckpointError, match="900 layers, but holds 1 tensors"):
         load_model(path, ops=NO_OPS, progress=False)
 
 

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 import octavo
+from octavo.serve.front.body_memory import BodyMemory
 from octavo.serve.http.connections import ConnectionTable
 from octavo.serve.http.http_protocol import HttpProtocol, ServerContext
 from octavo.serve.http.turn_queue import TurnQueue
@@ -317,6 +318,7 @@ def test_reading_stops_while_input_waits_for_its_turn_to_be_parsed() -> None:
             limits=limits,
             table=table,
             turns=TurnQueue(),
+            bodies=BodyMemory(limits),
             uvicorn=uvicorn.Config(application, log_config=None, lifespan="off"),
             state=ServerState(),
         )
