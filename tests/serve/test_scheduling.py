@@ -109,14 +109,15 @@ def test_a_later_level_is_served_if_ageing_takes_less_than_the_queue_timeout(
                 over = False
 
                 async def ask(priority: int) -> httpx.Response:
-                    body = {"prompt": [9] * 8, "max_tokens": 4, "ignore_eos": True}
+                    body = {"prompt": [9] * 8, "max_tokens": 20, "ignore_eos": True}
                     return await http.post("/v1/completions", json={**body, "priority": priority})
 
                 async def stream() -> None:
                     while not over:
                         await ask(0)
 
-                streams = [asyncio.create_task(stream()) for _ in range(3)]
+                # so many that some wait at every moment, also while this process is slow
+                streams = [asyncio.create_task(stream()) for _ in range(8)]
                 await asyncio.sleep(0.1)
                 try:
                     return await ask(level)
