@@ -90,17 +90,7 @@ RETIRED_MODULES = {
 
 # Module names and identifiers that have yet to be replaced: file -> words.
 STILL_USED_MODULES: set[str] = set()
-STILL_USED: dict[str, set[str]] = {
-    "octavo/serve/http/body.py": {"patience"},
-    "octavo/serve/front/client.py": {"untold"},
-    "octavo/serve/engine/engine_process.py": {"look", "patience", "untold"},
-    "octavo/serve/front/loop_watchdog.py": {"beat"},
-    "octavo/serve/channel/messages.py": {"look", "patience", "untold"},
-    "octavo/serve/endpoints/grpc_service.py": {"told"},
-    "octavo/serve/server.py": {"tell"},
-    "octavo/serve/front/supervisor.py": {"patience"},
-    "octavo/serve/endpoints/live_feed.py": {"look"},
-}
+STILL_USED: dict[str, set[str]] = {}
 
 
 def package_files() -> list[Path]:

@@ -86,7 +86,7 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """The open port. Before anything else, so that whatever is wrong with it is told at once."""
+    """Open the port. The server opens it first, so that an error of the port is reported at once."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM
@@ -222,7 +222,7 @@ class Server:
         helpers = [
             asyncio.create_task(self.watchdog.run(self.front.metrics)),
             asyncio.create_task(self.table.sweep_forever()),
-            asyncio.create_task(self._tell()),
+            asyncio.create_task(self._report_ready()),
         ]
         try:
             await asyncio.wait({serving, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -243,7 +243,7 @@ class Server:
                 await asyncio.to_thread(self.health.shutdown)
                 self.health.server_close()
 
-    async def _tell(self) -> None:
+    async def _report_ready(self) -> None:
         while not self.front.client.ready:
             await asyncio.sleep(0.05)
         if self.say is not None:

@@ -142,7 +142,7 @@ def test_an_abort_forgets_what_was_kept_back() -> None:
     )
     assert not loop.unsent_tokens and told == 1
     assert (
-        sum(news.untold for news in sent if isinstance(news, StepOutputs)) >= 3
+        sum(news.unsent_tokens for news in sent if isinstance(news, StepOutputs)) >= 3
     )  # counted all the same
 
 
@@ -381,7 +381,7 @@ def test_a_long_step_is_told_of_until_it_has_landed(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt of 14 tokens, a second each: before it is launched, and in all news until its result is there."""
-    patience, landed = [0.0], []
+    step_seconds, landed = [0.0], []
     loop_of = EngineLoop.__init__
 
     def slow(self: EngineLoop, *args: Any) -> None:
@@ -389,27 +389,29 @@ def test_a_long_step_is_told_of_until_it_has_landed(
         launch = self.engine.runner.launch
 
         def watched(plan: Any) -> Any:
-            assert patience[-1] >= (plan.num_tokens if plan.num_tokens > 5 else 0), "told before"
+            assert step_seconds[-1] >= (plan.num_tokens if plan.num_tokens > 5 else 0), (
+                "told before"
+            )
             return launch(plan)
 
         self.engine.runner.launch = watched  # type: ignore[method-assign]
 
     def send(self: FakeLink, message: Any) -> None:
         if isinstance(message, StepOutputs):
-            patience.append(message.patience)
+            step_seconds.append(message.step_seconds)
             if message.outputs:
-                landed.append(message.patience)
+                landed.append(message.step_seconds)
         self.sent.append(message)
 
     monkeypatch.setattr(EngineLoop, "__init__", slow)
     monkeypatch.setattr(FakeLink, "send", send)
     _, sent = run([add("a", 14, max_tokens=4), *[None] * 12], depth)
-    assert max(patience) == 14 and patience[-1] == 0 and landed[0] == 0
+    assert max(step_seconds) == 14 and step_seconds[-1] == 0 and landed[0] == 0
     assert [id for m in sent if isinstance(m, StepOutputs) for id, _ in m.begun] == ["a"], (
         "and that it has begun, once"
     )
     first = next(i for i, m in enumerate(sent) if isinstance(m, StepOutputs))
-    assert sent[first].begun and not sent[first].outputs and sent[first].patience == 14
+    assert sent[first].begun and not sent[first].outputs and sent[first].step_seconds == 14
 
 
 def test_a_long_step_that_fails_is_not_waited_for() -> None:
@@ -441,7 +443,7 @@ def test_an_engine_that_hangs_in_a_long_step_is_noticed_though_its_requests_have
             lambda: ended.append(time.monotonic()),
         )  # type: ignore
         watch = asyncio.create_task(watched._watch(None))
-        watched._receive(StepOutputs([], [("a", 0.0)], [], patience=1e6))
+        watched._receive(StepOutputs([], [("a", 0.0)], [], step_seconds=1e6))
         for steps in range(10):
             # the first leaves, another comes
             work.clear() if steps == 2 else work.setdefault("b", 1)

@@ -310,7 +310,7 @@ def test_a_loop_that_stands_still_for_a_minute_is_dead() -> None:
     try:
         url = f"http://127.0.0.1:{found.server_address[1]}/livez"
         assert httpx.get(url).status_code == 200
-        watchdog.last_beat -= STUCK + 1
+        watchdog.last_tick -= STUCK + 1
         assert httpx.get(url).status_code == 503 and httpx.get(url).json()["state"] == "stuck"
     finally:
         found.shutdown()

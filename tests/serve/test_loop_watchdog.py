@@ -15,7 +15,7 @@ from octavo.serve.front.metrics import Metrics
 
 def blocked(clients: int) -> LoopWatchdog:
     found = LoopWatchdog(lambda: clients)
-    found.last_beat -= VERY_LATE + 1
+    found.last_tick -= VERY_LATE + 1
     return found
 
 

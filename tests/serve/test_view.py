@@ -11,7 +11,7 @@ from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.params import SamplingParams
-from octavo.serve.channel.messages import Abort, Look, Stop, View, decode_to_front, encode
+from octavo.serve.channel.messages import Abort, Stop, View, ViewRequest, decode_to_front, encode
 from octavo.serve.engine import live_view as module
 from octavo.serve.engine.engine_process import EngineLoop
 from octavo.serve.engine.live_view import KINDS, Viewer, pool_cells
@@ -54,7 +54,7 @@ def has_viewer(loop: EngineLoop) -> bool:
 
 
 def test_a_look_is_answered_at_once_and_makes_no_step() -> None:
-    loop, sent = run([Look(), Look()])
+    loop, sent = run([ViewRequest(), ViewRequest()])
     assert len(sent_views(sent)) == 2 and loop.engine.scheduler.counters.steps == 0
 
 
@@ -65,7 +65,7 @@ def test_nothing_is_kept_or_sent_before_somebody_looks() -> None:
 
 def test_who_has_not_looked_for_a_while_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_SECONDS", -1.0)
-    loop, sent = run([add("a", max_tokens=9), None, Look(), *[None] * 12])
+    loop, sent = run([add("a", max_tokens=9), None, ViewRequest(), *[None] * 12])
     assert len(sent_views(sent)) == 1
     assert not has_viewer(loop), "the engine is as it was before"
 
@@ -74,7 +74,7 @@ def test_who_comes_later_is_told_nothing_of_what_the_last_one_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "IDLE_SECONDS", -1.0)
-    _, sent = run([Look(), add("a", max_tokens=3), *[None] * 5, Look()])
+    _, sent = run([ViewRequest(), add("a", max_tokens=3), *[None] * 5, ViewRequest()])
     assert [(view.steps, view.ended, view.events) for view in sent_views(sent)] == [
         ([], [], [])
     ] * 2
@@ -84,15 +84,15 @@ def test_who_comes_later_is_told_nothing_of_what_the_last_one_left(
 def test_every_step_is_told_once_with_its_time(depth: int) -> None:
     _, sent = run(
         [
-            Look(),
+            ViewRequest(),
             add("a", 20, max_tokens=6),
             None,
             None,
-            Look(),
+            ViewRequest(),
             *[None] * 4,
-            Look(),
+            ViewRequest(),
             *[None] * 12,
-            Look(),
+            ViewRequest(),
         ],
         depth,
     )
@@ -112,21 +112,21 @@ def test_every_step_is_told_once_with_its_time(depth: int) -> None:
 def test_those_who_are_given_up_or_stopped_are_said_to_have_ended() -> None:
     _, sent = run(
         [
-            Look(),
+            ViewRequest(),
             add("a", max_tokens=50),
             add("b", max_tokens=50),
             None,
             None,
             Abort(["a"]),
             Stop("b", 0),
-            Look(),
+            ViewRequest(),
         ]
     )
     assert [view.ended for view in sent_views(sent)] == [[], [("a", 0, "abort"), ("b", 0, "stop")]]
 
 
 def test_a_request_that_waits_for_its_guide_says_so() -> None:
-    _, sent = run([guided("g"), Look(), *[None] * 9], guides=FakeGuides(4))
+    _, sent = run([guided("g"), ViewRequest(), *[None] * 9], guides=FakeGuides(4))
     (view,) = sent_views(sent)
     assert [(s.request, s.state) for s in view.sequences] == [
         ("g", "waiting")
@@ -135,7 +135,7 @@ def test_a_request_that_waits_for_its_guide_says_so() -> None:
 
 
 def test_a_view_survives_the_link() -> None:
-    _, sent = run([add("a", max_tokens=9), Look(), None, None, Look()])
+    _, sent = run([add("a", max_tokens=9), ViewRequest(), None, None, ViewRequest()])
     assert all(decode_to_front(encode(view)) == view for view in sent_views(sent))
 
 
@@ -313,5 +313,7 @@ def test_the_loop_goes_on_as_if_nobody_looked() -> None:
         ]
 
     quiet = [add("a", 30, max_tokens=9, seed=1), add("b", 6, max_tokens=12, seed=2), *[None] * 30]
-    looked = [Look() if message is None and i % 2 else message for i, message in enumerate(quiet)]
+    looked = [
+        ViewRequest() if message is None and i % 2 else message for i, message in enumerate(quiet)
+    ]
     assert sorted(map(str, said(quiet))) == sorted(map(str, said([*looked, *[None] * 30])))

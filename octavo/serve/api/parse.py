@@ -41,8 +41,8 @@ def is_quick(data: Bytes) -> bool:
 def read_request(
     data: Bytes, kind: type[RequestType], limits: Limits
 ) -> tuple[RequestType, dict[str, Any]]:
-    """The body as a `kind`, and its fields that `kind` does not have. The values of those are only
-    compared with small ones, so a large one is replaced by True."""
+    """Return the body as a `kind`, and the fields that `kind` does not have. The caller compares
+    unknown values with small ones only, so a large value is replaced by True."""
     request, unknown = convert(parse(data), kind)
     check_unknown(unknown, limits)
     return request, {name: brief(value) for name, value in unknown.items()}

@@ -79,7 +79,7 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
 
 
 def check_template_options(front: Front, body: ChatRequest, headers: dict[str, str]) -> None:
-    """Refuse chat_template_kwargs that would replace what the request sets, and name in a header
+    """Refuse chat_template_kwargs that would replace a field of the request, and name in a header
     those that the server's template does not use. A template that came with the request is not
     looked at: it runs in a worker process alone."""
     options = template_options(body)

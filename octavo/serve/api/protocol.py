@@ -1,5 +1,5 @@
-"""The shapes of requests, as clients of OpenAI and vLLM send them. Data only: what is allowed is
-validate.py's business.
+"""The shapes of requests, as clients of OpenAI and vLLM send them. This file holds
+data only; validate.py checks the values.
 
 Types are strict: "0.7" is no number, and 1.5 is no integer (5.0 is one: parse.py). An explicit null
 equals absence, for every field: all default to None. request_fields.py lists every field, these and

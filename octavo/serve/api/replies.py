@@ -1,4 +1,4 @@
-"""How replies look: OpenAI's objects, whole and in chunks. Bytes out, no I/O.
+"""Builds replies as bytes: the objects of the OpenAI API, whole or in chunks. There is no I/O here.
 
 A stream sends the same few objects thousands of times a second with little changing in them, so a
 chunk is put together from encoded parts: 2 us instead of 15 for a dictionary of dictionaries.

@@ -236,7 +236,7 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
 
 
 def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int:
-    """Return the value if it is within the bounds. Without `most` the bound is what 64 bits hold,
+    """Return the value if it is within the bounds. Without `most`, the bound is the largest 64-bit integer,
     and the error does not mention it unless the value exceeds it."""
     if not least <= value <= most:
         wanted = (
@@ -312,8 +312,8 @@ def ignore(headers: dict[str, str], *names: str) -> None:
 def fit(
     prompt: list[int], wanted: int | None, model: Loaded, param: str, headers: dict[str, str]
 ) -> int:
-    """How many tokens may be generated: what was asked for, or what the context and the pool
-    leave."""
+    """Return how many tokens may be generated: the requested number, or the number that the context
+    and the KV pool leave."""
     count = len(prompt)
     if count >= model.max_model_len:
         raise prompt_too_long(count, model.max_model_len, param)

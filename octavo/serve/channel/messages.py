@@ -48,7 +48,7 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     index: int
 
 
-class Look(msgspec.Struct, tag=True, array_like=True):
+class ViewRequest(msgspec.Struct, tag=True, array_like=True):
     """A live page is open: the engine answers with a Heartbeat and a View, before its next step."""
 
 
@@ -56,7 +56,7 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
-ToEngine = Start | Add | Abort | Stop | Look | Shutdown
+ToEngine = Start | Add | Abort | Stop | ViewRequest | Shutdown
 
 # ---- to the front --------------------------------------------------------------------------------
 
@@ -108,9 +108,9 @@ class StepOutputs(msgspec.Struct, tag=True, array_like=True):
     outputs: list[Output]
     begun: list[tuple[str, float]]  # and when, by time.monotonic(), which all processes share
     steps: list[int] = []  # tokens computed in each, since the last message
-    untold: int = 0  # tokens that were generated but never sent: their request was aborted
+    unsent_tokens: int = 0  # tokens that were generated but never sent: their request was aborted
     # Seconds that the longest step in flight or about to start may take, if it is long; else 0.
-    patience: float = 0.0
+    step_seconds: float = 0.0
     full: bool = False  # waiting requests lack slots, blocks or a batch
 
 

@@ -1,4 +1,4 @@
-"""The HTTP application: which route is whose, and what stands before them all."""
+"""The HTTP application: the table of routes, and the checks that every request passes first."""
 
 from __future__ import annotations
 

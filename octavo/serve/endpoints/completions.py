@@ -60,8 +60,8 @@ async def completions(exchange: Exchange) -> None:
 
 
 async def render(exchange: Exchange) -> None:
-    """Reply with what a conversation becomes, without generating: for learners. A request that
-    could not be answered is refused here too. A prompt that does not fit is shown."""
+    """Reply with the rendered prompt and its tokens, and generate nothing. An invalid request is
+    refused as it is elsewhere, but a prompt that is too long is shown."""
     front = exchange.front
     body, unknown = await exchange.body(ChatRequest)
     asked, shape = read_chat(front, exchange.caller, body, unknown)
@@ -141,7 +141,7 @@ def _shape(body: OpenAI, chat: bool, headers: dict[str, str]) -> Shape:
 def read_chat(
     front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]
 ) -> tuple[Asked, Shape]:
-    """The request except for its prompt, and what the reply should hold."""
+    """Return the request without its prompt, and the shape of its reply."""
     limits = front.config.limits
     headers = validate.check_fields(front, unknown, chat=True)
     prompt.check_template_options(front, body, headers)

@@ -63,7 +63,7 @@ CODES = {
 }
 NOT_IN_METADATA = ("connection", "www-authenticate")
 POLL = 0.05  # seconds between looks at the front's readiness
-MIN_PING_MS = 500  # half of what is documented, so that jitter does no harm
+MIN_PING_MS = 500  # half of the documented interval, which allows for jitter
 IDLE_SECONDS = 300.0  # until a connection without calls is closed
 HEALTH_BYTES = 4096  # of a HealthRequest, which needs no key
 HEALTH_WATCHERS = 256  # they need no key, and each holds one of the calls that are allowed
@@ -221,8 +221,8 @@ def _address(peer: str) -> str:
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Denies by default what the service does not guard itself: everything but the health check,
-    unknown methods as well."""
+    """Denies every method that the service does not guard itself, except the health check. Unknown
+    methods are denied too."""
 
     def __init__(self, guard: CallGuard):
         self.guard = guard
@@ -417,7 +417,7 @@ class Health(health_pb2_grpc.HealthServicer):
         self.front = front
         self.guard = guard
         self._watchers = 0
-        self._told = front.client.ready
+        self._reported_ready = front.client.ready
         self._closed = False
         self._changed = asyncio.Event()
 
@@ -466,8 +466,8 @@ class Health(health_pb2_grpc.HealthServicer):
 
     async def follow(self) -> None:
         while True:
-            if self._told != self.front.client.ready:
-                self._told = self.front.client.ready
+            if self._reported_ready != self.front.client.ready:
+                self._reported_ready = self.front.client.ready
                 self._wake()
             await asyncio.sleep(POLL)
 

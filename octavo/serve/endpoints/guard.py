@@ -163,7 +163,7 @@ class Guard:
 
 
 def offered_key(scope: Scope) -> str | None:
-    """The key of a WebSocket that comes from a browser, as the header that it could not send."""
+    """Return the key that a browser sends as a WebSocket subprotocol, because it cannot set headers."""
     for name in scope.get("subprotocols", ()):
         if name.startswith(KEY_PROTOCOL):
             key = name.removeprefix(KEY_PROTOCOL)
@@ -191,7 +191,7 @@ def is_loopback(host: str) -> bool:
 
 
 def known_path(scope: Scope) -> str:
-    """For the log: the route's pattern, or nothing of what an unknown client wrote."""
+    """Return the path to log: the pattern of the route, or "-" for text that a client chose."""
     route = scope.get("route")
     return getattr(route, "path", None) or (scope["path"] if scope["path"] in OPEN else "-")
 

@@ -1,15 +1,17 @@
-"""/ws/watch: what the live page shows, five times a second, for as long as somebody watches.
+"""The WebSocket /ws/watch sends the state that the live page shows, up to five times per second.
 
 <- {"gap": 0, "time": 12.3, "server": {...}, "model": {...}, "numbers": {...}, "heartbeat": {...},
 "view": {...} or null}
 
-Every frame is a whole picture, so that one may be left out: a watcher that reads slowly gets the
-latest when it is ready for one, and `gap` says how many it missed. `server` is what /readyz says.
-`model` is null until one is loaded. `numbers` are the front's counters, `heartbeat` and `view` the
-engine's (messages.py says what each field is); `view` is null while the engine has not answered.
+Every frame holds the whole state, so frames can be skipped: a slow watcher gets the latest frame
+when it is ready, and `gap` counts the frames that it missed. `server` equals the reply of /readyz.
+`model` is null until the model is loaded. `numbers` are the counters of the front. `heartbeat` and
+`view` come from the engine (messages.py describes their fields). `view` is null until the engine
+has replied.
 
-The front asks the engine (Look), and not again before it has answered. While nobody watches nothing
-is asked, kept or sent. Ids, lengths and states go out here, never a text or a token.
+The front sends a ViewRequest to the engine, and the next one after the engine has replied. Without
+a watcher, the front requests and stores nothing. A frame contains ids, lengths and states, and
+never a text or a token.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from octavo import __version__
 from octavo.serve.api.api_errors import ApiError
-from octavo.serve.channel.messages import Look
+from octavo.serve.channel.messages import ViewRequest
 from octavo.serve.front.front import Front
 from octavo.serve.front.keys import Bucket
 
@@ -129,7 +131,7 @@ class WatchEndpoint:
                 return
 
     async def _run(self) -> None:
-        """While somebody watches: a frame, a look, a pause."""
+        """Send a frame, request the next view and wait, until no watcher is left."""
         client = self.front.client
         supervisor = self.front.client.supervisor
         client.view = None
@@ -143,7 +145,7 @@ class WatchEndpoint:
                 watcher.offer(frame)
             if supervisor.phase == "ready" and self.asked != supervisor.starts:
                 self.asked = supervisor.starts
-                supervisor.send(Look())
+                supervisor.send(ViewRequest())
             await asyncio.sleep(max(INTERVAL, seconds / SHARE))
 
     def frame(self) -> dict[str, Any]:

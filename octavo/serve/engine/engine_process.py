@@ -39,7 +39,6 @@ from octavo.serve.channel.messages import (
     EngineFailed,
     Heartbeat,
     Loaded,
-    Look,
     Phase,
     Ready,
     Refused,
@@ -48,6 +47,7 @@ from octavo.serve.channel.messages import (
     StepOutputs,
     Stop,
     ToEngine,
+    ViewRequest,
 )
 from octavo.serve.channel.sockets import EngineLink
 from octavo.serve.engine.live_view import Viewer
@@ -101,7 +101,7 @@ class EngineLoop:
         self.long_steps = LongSteps(engine.events, seconds_per_token, self._announce_long_step)
         self.viewer: Viewer | None = None  # while a live page is open
         # As the front last learnt them.
-        self.patience = 0.0
+        self.step_seconds = 0.0
         self.full = False
         self.heartbeat = Heartbeat()
         self._snapshot()
@@ -150,7 +150,7 @@ class EngineLoop:
                 self.held[message.id] = message, self.guides.start(spec)
         elif isinstance(message, Abort):
             self._abort(message.ids)
-        elif isinstance(message, Look):
+        elif isinstance(message, ViewRequest):
             self._send_view()
         elif isinstance(message, Stop):
             engine.stop(message.id, message.index)
@@ -166,7 +166,9 @@ class EngineLoop:
         self.full = self.full and not is_idle
         if num_unsent or was_full != self.full:
             self.link.send(
-                StepOutputs([], [], untold=num_unsent, patience=self.patience, full=self.full)
+                StepOutputs(
+                    [], [], unsent_tokens=num_unsent, step_seconds=self.step_seconds, full=self.full
+                )
             )
         if is_idle:
             self._snapshot()
@@ -217,23 +219,23 @@ class EngineLoop:
         self._close_idle_viewer()
         if self.unsent_tokens:
             outputs = [output for output in outputs if self._is_due(output)]
-        before = (self.patience, self.full)
-        self.patience = self.long_steps.longest
+        before = (self.step_seconds, self.full)
+        self.step_seconds = self.long_steps.longest
         self.full = self.engine.scheduler.saturated
         # Steps of requests that were aborted: no other message would count them.
         has_last_steps = self.counts.has_steps and self.engine.idle
-        if outputs or started or has_last_steps or (self.patience, self.full) != before:
+        if outputs or started or has_last_steps or (self.step_seconds, self.full) != before:
             steps = self.counts.take_step_tokens()
             self.link.send(
-                StepOutputs(outputs, started, steps, patience=self.patience, full=self.full)
+                StepOutputs(outputs, started, steps, step_seconds=self.step_seconds, full=self.full)
             )
 
     def _announce_long_step(self, seconds: float) -> None:
         """A long step is about to be launched: the front must not take the engine for hung, nor a
         request that starts with it for waiting."""
-        self.patience = max(seconds, self.patience)
+        self.step_seconds = max(seconds, self.step_seconds)
         started = self.counts.take_started()
-        self.link.send(StepOutputs([], started, [], patience=self.patience, full=self.full))
+        self.link.send(StepOutputs([], started, [], step_seconds=self.step_seconds, full=self.full))
 
     def _send_view(self) -> None:
         """A live page is open: send a heartbeat and a view."""

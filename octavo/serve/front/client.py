@@ -497,7 +497,7 @@ class EngineClient:
         if len(self._outputs) == len(message.outputs):
             self._process_outputs()
         tokens_sent = sum(len(output.tokens) for output in message.outputs)
-        self.metrics.generated_tokens(tokens_sent + message.untold)
+        self.metrics.generated_tokens(tokens_sent + message.unsent_tokens)
 
     def _receive_refusal(self, message: Refused) -> None:
         refused = self.open_requests.get(message.id)

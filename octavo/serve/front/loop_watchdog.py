@@ -19,34 +19,34 @@ RECENT = 20  # intervals: the lag metric is the worst of the last two seconds
 
 
 class LoopWatchdog:
-    """A task that beats in the event loop, and a thread that logs where the loop is blocked when
-    the beat is late."""
+    """Runs a task that ticks in the event loop, and a thread that logs where the loop is blocked if
+    a tick is late."""
 
     def __init__(self, clients: Callable[[], int]):
-        """`clients` counts the open connections: a loop that blocks while there are none, as it may
-        during the start-up, keeps nobody waiting and is no reason for a warning."""
-        self.last_beat = time.monotonic()
+        """`clients` counts the open connections. A loop that blocks while there are none, such as
+        during the start-up, delays no client, so the watchdog does not warn."""
+        self.last_tick = time.monotonic()
         self.clients = clients
         self._stopped = threading.Event()
-        self._logged_beat = 0.0
+        self._logged_tick = 0.0
         self._loop_thread = 0
 
     @property
     def late(self) -> float:
         """Seconds by which the loop is late."""
-        return max(time.monotonic() - self.last_beat - INTERVAL, 0.0)
+        return max(time.monotonic() - self.last_tick - INTERVAL, 0.0)
 
     async def run(self, metrics: Metrics) -> None:
         self._loop_thread = threading.get_ident()
-        self.last_beat = time.monotonic()
+        self.last_tick = time.monotonic()
         threading.Thread(target=self._watch, daemon=True, name="loop watchdog").start()
         recent: list[float] = []
         try:
             while True:
                 before = time.monotonic()
                 await asyncio.sleep(INTERVAL)
-                self.last_beat = time.monotonic()
-                recent = [*recent[1 - RECENT :], max(self.last_beat - before - INTERVAL, 0.0)]
+                self.last_tick = time.monotonic()
+                recent = [*recent[1 - RECENT :], max(self.last_tick - before - INTERVAL, 0.0)]
                 metrics.lag.set(max(recent))
         finally:
             self._stopped.set()
@@ -58,9 +58,9 @@ class LoopWatchdog:
     def check(self) -> None:
         """Log once for each time that the loop is blocked."""
         late = self.late
-        if late <= VERY_LATE or self._logged_beat == self.last_beat:
+        if late <= VERY_LATE or self._logged_tick == self.last_tick:
             return
-        self._logged_beat = self.last_beat
+        self._logged_tick = self.last_tick
         clients = self.clients()
         log.log(
             logging.WARNING if clients else logging.INFO,

@@ -204,7 +204,7 @@ class Supervisor:
             self.progress = now
             if isinstance(message, StepOutputs):
                 # A request ends after request_timeout, so a longer step is of no use.
-                self.step_deadline = now + min(message.patience, self.config.request_timeout)
+                self.step_deadline = now + min(message.step_seconds, self.config.request_timeout)
             if isinstance(message, Loaded):
                 self.loaded = message
             if isinstance(message, Ready):

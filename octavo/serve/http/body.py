@@ -25,7 +25,7 @@ from octavo.serve.limits import Limits
 T = TypeVar("T", bound=msgspec.Struct)
 # seconds during which the rest of a refused body is read and thrown away, so that the client reads
 # the refusal
-PATIENCE = 0.5
+DISCARD_SECONDS = 0.5
 HEAVY = 256 * 2**10  # bytes: a larger body is a heavy job
 
 
@@ -112,7 +112,7 @@ async def _stream(receive: Receive) -> AsyncIterator[bytes]:
 
 async def _discard(stream: AsyncIterator[bytes], most: int) -> None:
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(DISCARD_SECONDS):
             async for part in stream:
                 most -= len(part)
                 if most < 0:

@@ -129,7 +129,7 @@ class HttpProtocol(asyncio.Protocol):
             self.context.turns.add(self)
 
     def eof_received(self) -> bool:
-        """Returns True to keep the connection open for what is still to be written."""
+        """Return True to keep the connection open until the reply is written."""
         self._eof = True
         if self._ended or not (self._held or self._active):
             return False
@@ -154,7 +154,7 @@ class HttpProtocol(asyncio.Protocol):
     # ---- called by the server --------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """The server is about to end: answer what is in progress, and close."""
+        """Finish the request in progress, then close, because the server shuts down."""
         self._last = True
         self._pipeline.clear()
         if self._active is None:
@@ -494,7 +494,7 @@ class HttpProtocol(asyncio.Protocol):
 
 
 def address(found: Any) -> tuple[str, int] | None:
-    """Host and port of what a socket calls its address."""
+    """Return the host and port of a socket address."""
     return (str(found[0]), int(found[1])) if isinstance(found, tuple) else None
 
 

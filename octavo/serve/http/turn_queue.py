@@ -1,4 +1,4 @@
-"""Bounds how long one turn of the event loop spends on parsing what clients send.
+"""Bounds how long one turn of the event loop spends on parsing the input of clients.
 
 A connection parses a small part of its input at once. If more is left, it waits here. Each turn
 serves the waiting connections round robin for about a millisecond, so that no client, and no number

@@ -262,7 +262,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.handshake_complete = True  # it was refused: without this uvicorn logs an error
 
     def proceed(self) -> None:
-        """Parse what is held, and read on."""
+        """Parse the input that is held, and resume reading."""
         if self._held:
             self.context.turns.add(self)
         self._update_reading()

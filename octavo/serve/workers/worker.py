@@ -95,7 +95,7 @@ class Memory:
         return cls(resident)
 
     def exceeded(self) -> bool:
-        """Whether memory stays far above what it was at the start, though it was asked back."""
+        """Return whether memory stays far above its size at the start, even after a trim."""
         if memory_used()[1] - self.base < RETAINED:
             return False
         gc.collect()
