@@ -35,7 +35,7 @@ WHY = re.compile(
         "expected integer, got number", "^None token ids are integers",
         "the chat template has no option", "chat_template_kwargs may not name",  # the model's own
         # fields that do not go together
-        "are for stream: true", "are not streamed", "cannot be streamed", "needs logprobs", "is for requests with tools",
+        "only with stream: true", "cannot be streamed", "needs logprobs", "is for requests with tools",
         "is for beam search", "not supported with beam search", "beam search follows no structure",
         "there are two tools by the name", "there is no such tool among", "held to JSON only",
         "both say what the text must match", "ask for different things", "exclude each other", "no token is left", "two keys for token",

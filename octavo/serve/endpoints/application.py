@@ -46,9 +46,11 @@ async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Table:
-    """Finds a route. Plain paths are looked up in a dictionary. Paths with parameters go to
-    starlette's router, which also answers when there is no such route. A slash at the end of a path
-    makes no difference."""
+    """Finds the route of a request. A slash at the end of the path is ignored.
+
+    Plain paths are looked up in a dictionary. All other paths go to starlette's router, which
+    handles paths with parameters and replies with an error when no route matches.
+    """
 
     def __init__(self, front: Front):
         routes = [
@@ -74,11 +76,11 @@ class Table:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         if path.endswith("/") and path != "/":
-            scope["path"] = path[:-1]  # the same route
+            scope["path"] = path[:-1]
         route = self.plain.get((scope.get("method", ""), scope["path"]))
         if route is None:
             return await self.router(scope, receive, send)
-        scope["route"] = route  # for the log
+        scope["route"] = route  # The guard logs its path.
         await route.app(scope, receive, send)
 
 

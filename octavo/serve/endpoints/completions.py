@@ -1,5 +1,8 @@
-"""/v1/chat/completions and /v1/completions: the same flow, whole or streamed. The shapes are
-replies.py's."""
+"""The routes /v1/chat/completions, /v1/chat/completions/render and /v1/completions.
+
+Chats and completions take the same path, whether the reply is streamed or not. The module
+`replies` builds the JSON of the replies.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ from octavo.serve.front.front import Caller, Front
 from octavo.serve.http.exchange import Exchange
 
 log = logging.getLogger(__name__)
-DEFAULT_TOKENS = 16  # of a completion
+DEFAULT_TOKENS = 16  # The longest reply of a completion that does not set max_tokens.
 COMPLETION_LENGTHS = ("max_tokens", "max_new_tokens")
 CHAT_LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
 def open_call(front: Front, caller: Caller, prepared: Prepared, stream: bool) -> Call:
-    """A call within the limits of the caller's key. Every transport generates through here."""
+    """Open a call within the limits of the caller's key. Every transport uses this function."""
     key = caller.key
     if key is not None:
         key.enter()
@@ -44,7 +47,7 @@ def open_call(front: Front, caller: Caller, prepared: Prepared, stream: bool) ->
         raise
 
 
-# ---- the two routes ------------------------------------------------------------------------------
+# ---- routes --------------------------------------------------------------------------------------
 
 
 async def chat_completions(exchange: Exchange) -> None:
@@ -60,8 +63,10 @@ async def completions(exchange: Exchange) -> None:
 
 
 async def render(exchange: Exchange) -> None:
-    """Reply with the rendered prompt and its tokens, and generate nothing. An invalid request is
-    refused as it is elsewhere, but a prompt that is too long is shown."""
+    """Reply with the rendered prompt and its tokens, and generate nothing.
+
+    An invalid request is refused as in a chat, but a prompt may be longer than the context.
+    """
     front = exchange.front
     body, unknown = await exchange.body(ChatRequest)
     asked, shape = read_chat(front, exchange.caller, body, unknown)
@@ -77,17 +82,16 @@ async def render(exchange: Exchange) -> None:
     await exchange.reply(reply, asked.headers)
 
 
-# ---- before --------------------------------------------------------------------------------------
+# ---- reading the request -------------------------------------------------------------------------
 
 
 def _stream(body: OpenAI, headers: dict[str, str]) -> tuple[bool, str | None]:
-    """Whether to stream, and where in the stream usage goes: None, "end", or "all" for each
-    chunk."""
+    """Return whether to stream, and which chunks contain the usage: None, "end" or "all"."""
     options = body.stream_options
     if not options:
         return bool(body.stream), None
     if not body.stream:
-        raise invalid_field("stream_options", "stream_options are for stream: true")
+        raise invalid_field("stream_options", "stream_options is allowed only with stream: true")
     for name in STREAM_OPTIONS:
         if not isinstance(options.get(name), bool | None):
             raise invalid_field(
@@ -106,7 +110,7 @@ def _prompt_logprobs(body: OpenAI, params: SamplingParams, limit: int) -> Sampli
         return params
     if body.stream:
         raise invalid_field(
-            "prompt_logprobs", "prompt_logprobs are not streamed: use stream: false"
+            "prompt_logprobs", "prompt_logprobs cannot be streamed: use stream: false"
         )
     return replace(
         params,
@@ -117,11 +121,12 @@ def _prompt_logprobs(body: OpenAI, params: SamplingParams, limit: int) -> Sampli
 def _logprobs(
     body: OpenAI, shape: Shape, params: SamplingParams, top: int | None
 ) -> SamplingParams:
-    """`top`: how many of the likeliest tokens the reply shows. None: no logprobs."""
+    """Return the parameters with logprobs of the `top` likeliest tokens, or none if it is None."""
     if top is None:
         if body.logprob_token_ids:
             raise invalid_field(
-                "logprob_token_ids", "logprob_token_ids needs logprobs: set logprobs too"
+                "logprob_token_ids",
+                "logprob_token_ids needs logprobs: set logprobs too, or remove logprob_token_ids",
             )
         return params
     params = replace(params, logprobs=top, logprob_token_ids=body.logprob_token_ids)
@@ -130,7 +135,7 @@ def _logprobs(
 
 
 def _shape(body: OpenAI, chat: bool, headers: dict[str, str]) -> Shape:
-    """What both kinds of replies have in common."""
+    """Return the part of the reply's shape that chats and completions have in common."""
     shape = Shape(chat=chat, n=1 if body.n is None else body.n)
     shape.stream, shape.usage = _stream(body, headers)
     shape.prompt_logprobs = body.prompt_logprobs is not None
@@ -152,7 +157,9 @@ def read_chat(
     shape.prefix = last_message(body) if body.echo else ""
     params = validate.choices(body, params, shape.n, 1, shape.stream, limits, headers)
     if body.top_logprobs and not body.logprobs:
-        raise invalid_field("top_logprobs", "top_logprobs needs logprobs: true")
+        raise invalid_field(
+            "top_logprobs", "top_logprobs needs logprobs: set logprobs to true as well"
+        )
     top = None
     if body.logprobs:
         top = validate.check_count("top_logprobs", body.top_logprobs or 0, 0, limits.top_logprobs)
@@ -170,7 +177,7 @@ def read_chat(
 
 
 def last_message(body: ChatRequest) -> str:
-    """The text of the last message if it is the assistant's, which the reply then begins with."""
+    """Return the text of the last message if the assistant wrote it, or else an empty text."""
     last = (body.messages or [{}])[-1]
     if last.get("role") != "assistant":
         return ""
@@ -183,8 +190,7 @@ def last_message(body: ChatRequest) -> str:
 
 
 def default_length(front: Front) -> int | None:
-    """The longest reply to a chat that names no length: the model's recommendation, if it has
-    one."""
+    """Return the model's recommended limit for a chat that sets no limit, or None."""
     length = front.client.model.sampling.get("max_tokens")
     return None if length is None else int(length)
 
@@ -244,7 +250,7 @@ def _check_minimum(params: SamplingParams, wanted: int | None) -> None:
         )
 
 
-# ---- after ---------------------------------------------------------------------------------------
+# ---- writing the reply ---------------------------------------------------------------------------
 
 
 async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
@@ -253,7 +259,7 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
     with open_call(front, caller, prepared, stream=shape.stream) as call:
         exchange.watch(call)
         if shape.stream:
-            # A refused spec of structured output is still an HTTP error here, not an SSE event.
+            # The engine may refuse the request. Until it accepts, the reply can be an HTTP error.
             await call.wait_accepted()
             await stream(exchange, call, prepared, shape)
         else:
@@ -265,8 +271,10 @@ async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
 
 
 async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shape) -> None:
-    """Send the headers at once, then pieces as they are generated. Later errors are sent in the
-    stream."""
+    """Send the headers at once, then the text as it is generated.
+
+    An error that happens later is sent as an event of the stream.
+    """
     front = exchange.front
     loop = asyncio.get_running_loop()
     written = time.monotonic()
@@ -303,7 +311,7 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
                         )
                     )
             data = b"".join(parts) if pieces else replies.KEEP_ALIVE
-            if data:  # text that may still become a tool call is held back
+            if data:  # The writer holds back text that may become a tool call.
                 await exchange.write(data)
                 written = time.monotonic()
         await exchange.write(
@@ -330,7 +338,7 @@ def envelope(front: Front, caller: Caller, shape: Shape) -> Envelope:
 
 
 def opening(writer: ChunkWriter, index: int, collector: Collector, shape: Shape) -> list[bytes]:
-    """The chunks before the first piece of a choice: the role, or the prompt."""
+    """Return the chunks that precede the text of a choice: the role of a chat, or the prompt."""
     if shape.chat:
         return [writer.role(index, collector)]
     return [writer.echo(index, collector)] if shape.echo else []

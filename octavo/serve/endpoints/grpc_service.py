@@ -1,9 +1,9 @@
-"""gRPC: octavo.v1.InferenceService, grpc.health.v1.Health and reflection, in the front's event
-loop.
+"""The gRPC services octavo.v1.InferenceService, grpc.health.v1.Health and reflection.
 
-Generation takes the same path as over HTTP. In gRPC's protocol a unary call is a stream of one
-message each way, so every method here is a stream handler on bytes: the key is checked before the
-message is read, reading has a time limit, and a message that cannot be parsed gets our own error.
+They run in the event loop of the API server. Generation takes the same path as over HTTP. In the
+gRPC protocol a unary call is a stream of one message in each direction, so every method here is a
+stream handler on bytes. This lets the server check the key before it reads the message, limit the
+time for reading, and reply with its own error to a message that it cannot parse.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from octavo.serve.proto import octavo_pb2 as pb
 
 log = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
-Context = Any  # grpc.aio.ServicerContext, which has no types
+Context = Any  # The class is grpc.aio.ServicerContext, which has no type information.
 Method = Callable[[Caller, Context], Awaitable[None]]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -57,24 +57,24 @@ CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     499: grpc.StatusCode.CANCELLED,
     500: grpc.StatusCode.INTERNAL,
-    501: grpc.StatusCode.UNIMPLEMENTED,  # what clients of reflection try older versions on
+    501: grpc.StatusCode.UNIMPLEMENTED,  # Reflection clients then try an older version.
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 NOT_IN_METADATA = ("connection", "www-authenticate")
-POLL = 0.05  # seconds between looks at the front's readiness
-MIN_PING_MS = 500  # half of the documented interval, which allows for jitter
-IDLE_SECONDS = 300.0  # until a connection without calls is closed
-HEALTH_BYTES = 4096  # of a HealthRequest, which needs no key
-HEALTH_WATCHERS = 256  # they need no key, and each holds one of the calls that are allowed
+POLL = 0.05  # The service checks this often, in seconds, whether the server is ready.
+MIN_PING_MS = 500  # This is half of the documented interval, which allows for jitter.
+IDLE_SECONDS = 300.0  # A connection without calls is closed after this time.
+HEALTH_BYTES = 4096  # The limit is low because a HealthRequest needs no key.
+HEALTH_WATCHERS = 256  # A watcher needs no key, and it holds one of the allowed calls.
 
 
 def options(limits: Limits) -> list[tuple[str, int]]:
     return [
-        # With it, a second server on the port would silently take half of the clients.
+        # With SO_REUSEPORT, a second server on the port would silently get half of the clients.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limits.body_bytes),
-        # No compression: gRPC checks the size of a message before it decompresses it.
+        # Compression is off, because gRPC checks the size of a message before decompression.
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_metadata_size", limits.header_bytes),
         ("grpc.absolute_max_metadata_size", limits.header_bytes),
@@ -93,7 +93,7 @@ def options(limits: Limits) -> list[tuple[str, int]]:
 
 class RpcServer:
     def __init__(self, front: Front, address: str):
-        """`address`: host:port. Raises RuntimeError where it cannot be listened on."""
+        """Listen on `address`, given as host:port. Raises RuntimeError if that is impossible."""
         self.front = front
         guard = CallGuard(front)
         self.service = Service(front, guard)
@@ -116,7 +116,7 @@ class RpcServer:
         self._following = asyncio.create_task(self.health.follow())
 
     async def stop(self, grace: float) -> None:
-        """Tell watchers of the health first; open calls then have `grace` seconds."""
+        """Report "not serving" to health watchers, then give open calls `grace` seconds to end."""
         self._following.cancel()
         self.health.close()
         await self._server.stop(grace)
@@ -126,21 +126,24 @@ class RpcServer:
 
 
 class CallGuard:
-    """Runs before and after every method: keys, limits, errors as a status, the request's id."""
+    """Runs before and after every method.
+
+    It checks the key and the limits, returns the id of the request, and turns errors into a status.
+    """
 
     def __init__(self, front: Front):
         self.front = front
-        self._open: Counter[str] = Counter()  # calls, by address
+        self._open: Counter[str] = Counter()  # The number of open calls of each address.
 
     @contextlib.contextmanager
     def count(self, context: Context) -> Iterator[None]:
-        """Count a call while it is open. Raises if its address has too many."""
+        """Count a call while it is open. Raises if its address has too many open calls."""
         address = network(_address(context.peer()))
         most = self.front.config.limits.connections_per_address
         if self._open[address] >= most:
             raise ApiError(
                 429,
-                f"an address may have {most} calls open at a time: wait for some of them to end",
+                f"an address may have {most} open calls at a time: wait until one has ended",
                 "too_many_connections",
                 retry_after=1.0,
             )
@@ -165,7 +168,7 @@ class CallGuard:
                     self._check(caller, context, needs_key)
                     await method(caller, context)
             except asyncio.CancelledError:
-                code = "CANCELLED"  # by the client, or its deadline has passed
+                code = "CANCELLED"  # The client has cancelled the call, or the deadline passed.
                 raise
             except Exception as e:
                 error = api_error(e).forget()
@@ -203,7 +206,7 @@ def error_metadata(error: ApiError) -> list[tuple[str, str | bytes]]:
         (n, v) for n, v in error.headers.items() if n not in NOT_IN_METADATA
     ]
     if "retry-after-ms" in error.headers:
-        # what gRPC's own retries go by
+        # The automatic retries of gRPC clients read this field.
         found.append(("grpc-retry-pushback-ms", error.headers["retry-after-ms"]))
     return [*found, ("octavo-error-bin", error.encode())]
 
@@ -216,13 +219,18 @@ def _authorization(context: Context) -> str | None:
 
 
 def _address(peer: str) -> str:
-    """ipv4:127.0.0.1:123 or ipv6:[::1]:123, percent-encoded, without the port."""
+    """Return the address without the port.
+
+    `peer` is percent-encoded, such as ipv4:127.0.0.1:123 or ipv6:%5B::1%5D:123.
+    """
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Denies every method that the service does not guard itself, except the health check. Unknown
-    methods are denied too."""
+    """Applies the guard to reflection and to unknown methods.
+
+    The methods of the service apply the guard themselves. The health check is open to everyone.
+    """
 
     def __init__(self, guard: CallGuard):
         self.guard = guard
@@ -249,7 +257,7 @@ class Gate(grpc.aio.ServerInterceptor):
 async def unknown(caller: Caller, context: Context) -> None:
     raise ApiError(
         501,
-        "there is no such method: reflection lists what there is",
+        "this server has no such method: reflection lists its methods",
         "unknown_method",
         type="not_found_error",
     )
@@ -296,7 +304,7 @@ class Service:
             open_call(self.front, caller, prepared, stream=True) as call,
             self.front.metrics.streams.track_inprogress(),
         ):
-            # with it, it can be cancelled over HTTP
+            # A client can cancel the request over HTTP with this id.
             await context.send_initial_metadata((("x-request-id", caller.id),))
             context.set_trailing_metadata((("x-request-id", caller.id), *prepared.headers.items()))
             count = 0
@@ -316,13 +324,13 @@ class Service:
     async def health(self, caller: Caller, context: Context) -> None:
         data = await self._receive(context)
         if len(data) > HEALTH_BYTES:
-            raise invalid_field(None, f"a HealthRequest may have at most {HEALTH_BYTES} bytes")
+            raise invalid_field(None, f"a HealthRequest can have at most {HEALTH_BYTES} bytes")
         parse_message(data, pb.HealthRequest)
         state: dict[str, Any] = self.front.client.state()
         known = {name: state[name] for name in ("state", "phase", "elapsed_s")}
         await self._write(context, pb.HealthResponse(ready=self.front.client.ready, **known))
 
-    # ---- their parts -----------------------------------------------------------------------------
+    # ---- parts of the methods --------------------------------------------------------------------
 
     async def _prepare_one(
         self, caller: Caller, context: Context, stream: bool = False
@@ -357,7 +365,7 @@ class Service:
     async def _read(
         self, caller: Caller, context: Context, kind: type[T]
     ) -> tuple[T, dict[str, str]]:
-        """The call's one message as a `kind`, and headers about its unknown fields."""
+        """Return the message of the call as a `kind`, and headers about its unknown fields."""
         front = self.front
         front.check_admission(caller)
         data = await self._receive(context)
@@ -383,12 +391,12 @@ class Service:
                 408, f"the message did not arrive within {seconds:g} s", "body_timeout"
             ) from None
         if data is grpc.aio.EOF:
-            raise invalid_field(None, "the call has no message")
+            raise invalid_field(None, "the call has no message: send one message")
         found: bytes = data
         return found
 
     async def _write(self, context: Context, reply: Message) -> None:
-        """Waits while the client is slow to read, but not for ever."""
+        """Write a message. Raises if the client does not read it within `send_seconds`."""
         try:
             async with asyncio.timeout(self.front.config.limits.send_seconds):
                 await context.write(reply.SerializeToString())
@@ -397,12 +405,12 @@ class Service:
 
 
 def prompt_counts(collector: Collector) -> tuple[int, int]:
-    """Its tokens, and how many of them were cached."""
+    """Return the number of tokens in the prompt, and how many of them were cached."""
     return len(collector.request.prompt), collector.cached
 
 
 def elapsed(caller: Caller) -> float:
-    """Milliseconds."""
+    """Return the milliseconds since the request arrived."""
     return (time.monotonic() - caller.arrival) * 1000
 
 
@@ -410,8 +418,11 @@ def elapsed(caller: Caller) -> float:
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """The standard health check. It is open to all, as the probes are. (The one in grpc_health
-    forgets its watchers when one of them leaves.)"""
+    """Implements the standard health check, which needs no key, like the HTTP probes.
+
+    The implementation in grpc_health is not used: it stops updating the other watchers when one
+    watcher disconnects.
+    """
 
     def __init__(self, front: Front, guard: CallGuard):
         self.front = front
@@ -434,14 +445,14 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Check(self, request: Any, context: Context) -> Any:
         found = self.status(request.service)
         if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "this server has no such service")
         return health_pb2.HealthCheckResponse(status=found)
 
     async def Watch(self, request: Any, context: Context) -> None:
         if self._watchers >= HEALTH_WATCHERS:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{HEALTH_WATCHERS} clients watch the health already: use Check",
+                f"{HEALTH_WATCHERS} clients already watch the health: use Check instead of Watch",
             )
         self._watchers += 1
         try:
@@ -472,7 +483,7 @@ class Health(health_pb2_grpc.HealthServicer):
             await asyncio.sleep(POLL)
 
     def close(self) -> None:
-        """Not serving any more; watchers hear so, and are let go."""
+        """Report "not serving" to all watchers, and end their calls."""
         self._closed = True
         self._wake()
 

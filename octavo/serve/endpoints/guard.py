@@ -1,10 +1,10 @@
-"""Runs before every route, HTTP and WebSocket alike: ids, the Host and Origin checks, keys, and
-errors in one shape.
+"""The guard runs before every HTTP route and WebSocket.
 
-It is plain ASGI and denies by default: with keys configured, only the probes are open, and the
-files of the live page, which show nothing without a key. A browser cannot send an Authorization
-header with a WebSocket: it sends the key as a subprotocol, never in the URL. Neither keys nor query
-strings are logged.
+It gives each request an id, checks the Host and Origin headers and the API key, and turns every
+error into the same JSON shape. It denies by default: when keys are configured, only the probes and
+the files of the live page need none. Those files show nothing until the user enters a key. A
+browser cannot send an Authorization header with a WebSocket, so it sends the key as a subprotocol,
+never in the URL. Keys and query strings are not logged.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from octavo.serve.http.connections import Connection
 
 log = logging.getLogger(__name__)
 OPEN = frozenset({"/livez", "/readyz", "/startupz", "/health", *PAGE})
-KEY_PROTOCOL = "octavo-key."  # and the key in base64url, without padding
+KEY_PROTOCOL = "octavo-key."  # The key follows in base64url without padding.
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
-# names of this machine that are no addresses of the loopback, though clients use them as such
+# Clients use these names for this machine, although they are not loopback addresses.
 LOCAL_NAMES = frozenset({"localhost", "0.0.0.0", "::"})
 
 
@@ -42,15 +42,15 @@ class Guard:
         self.app = app
         self.front = front
         self.local = is_loopback(front.config.host)
-        self.host_allowed = lru_cache(64)(self._host_allowed)  # clients send the same few names
+        self.host_allowed = lru_cache(64)(self._host_allowed)  # Clients send few names.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
-        request = scope.get("octavo.request")  # a WebSocket has none
+        request = scope.get("octavo.request")  # This is None for a WebSocket.
         caller = Caller() if request is None else Caller(arrival=request.arrival)
         scope["octavo.caller"] = caller
-        # The first of several headers of one name counts.
+        # If a header is repeated, its first value is used.
         headers = scope["octavo.headers"] = dict(reversed(scope["headers"]))
         status = 0
 
@@ -65,7 +65,7 @@ class Guard:
 
         try:
             self.check(scope, headers, caller)
-            scope["app"] = self.app  # the router then raises its errors instead of answering
+            scope["app"] = self.app  # This makes the router raise errors instead of replying.
             await self.app(scope, receive, send_on)
         except Exception as e:
             error = from_router(e) if isinstance(e, HTTPException) else api_error(e)
@@ -94,7 +94,7 @@ class Guard:
     def id_headers(
         self, headers: Mapping[bytes, bytes], caller: Caller
     ) -> list[tuple[bytes, bytes]]:
-        """The client's own id under the name that it came by, if it is a valid one, and ours."""
+        """Return the server's id, and x-request-id with the client's id if it sent a valid one."""
         ours = caller.id.encode()
         given = headers.get(b"x-request-id", b"")
         valid = len(given) <= self.front.config.limits.label_chars and LABEL.fullmatch(
@@ -107,7 +107,8 @@ class Guard:
         if not self.host_allowed(host):
             raise ApiError(
                 421,
-                "this server does not answer under that host name (--allowed-host adds one)",
+                "the Host header names a host that this server does not accept: use another host"
+                " name, or start the server with --allowed-host NAME",
                 "wrong_host",
             )
         if scope["type"] == "websocket":
@@ -130,11 +131,14 @@ class Guard:
             caller.timeout = float(timeout)
 
     def _host_allowed(self, host: str) -> bool:
-        """A web page can make a browser send requests to this machine under a name of the page's
-        own choice. So only known names are answered."""
+        """Return whether requests with this Host header are accepted.
+
+        A web page can point its own domain name at this machine, and so make a browser send
+        requests to it (DNS rebinding). Therefore only known names are accepted.
+        """
         allowed = self.front.config.allowed_hosts
         name = None
-        with suppress(ValueError):  # brackets that do not fit
+        with suppress(ValueError):  # The brackets of an IPv6 address may not match.
             name = (
                 urlsplit(f"//{host}").hostname if host and not set(host) & set("/@?#\\") else None
             )
@@ -147,8 +151,11 @@ class Guard:
         )
 
     def check_origin(self, origin: str | None, host: str) -> None:
-        """Browsers always send it with a WebSocket, and do not apply any rule of their own."""
-        with suppress(ValueError):  # brackets that do not fit
+        """Raise unless web pages of this origin may use the server.
+
+        Browsers send the header Origin with every WebSocket, and leave the check to the server.
+        """
+        with suppress(ValueError):  # The brackets of an IPv6 address may not match.
             if (
                 origin is None
                 or origin in self.front.config.allowed_origins
@@ -157,13 +164,14 @@ class Guard:
                 return
         raise ApiError(
             403,
-            "web pages of this origin may not use this server (--allowed-origin adds one)",
+            "web pages of this origin may not use this server: start the server with"
+            " --allowed-origin ORIGIN to allow them",
             "wrong_origin",
         )
 
 
 def offered_key(scope: Scope) -> str | None:
-    """Return the key that a browser sends as a WebSocket subprotocol, because it cannot set headers."""
+    """Return the key that a browser sends as a WebSocket subprotocol, or None."""
     for name in scope.get("subprotocols", ()):
         if name.startswith(KEY_PROTOCOL):
             key = name.removeprefix(KEY_PROTOCOL)
@@ -199,11 +207,13 @@ def known_path(scope: Scope) -> str:
 def from_router(error: HTTPException) -> ApiError:
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow")
-        takes = f": it takes {allow}" if allow else ""
+        advice = f": use {allow}" if allow else ""
         return ApiError(
-            405, f"this route does not take this method{takes}", "method_not_allowed", allow=allow
+            405, f"this route does not allow the method{advice}", "method_not_allowed", allow=allow
         )
-    return ApiError(404, "there is no such route: /openapi.json names those there are", "not_found")
+    return ApiError(
+        404, "this server has no such route: /openapi.json lists its routes", "not_found"
+    )
 
 
 async def send_error(error: ApiError, scope: Scope, send: Send) -> None:

@@ -1,17 +1,19 @@
 """The WebSocket /ws/watch sends the state that the live page shows, up to five times per second.
 
-<- {"gap": 0, "time": 12.3, "server": {...}, "model": {...}, "numbers": {...}, "heartbeat": {...},
+A frame is a JSON object:
+
+{"gap": 0, "time": 12.3, "server": {...}, "model": {...}, "numbers": {...}, "heartbeat": {...},
 "view": {...} or null}
 
-Every frame holds the whole state, so frames can be skipped: a slow watcher gets the latest frame
+Every frame holds the whole state, so frames can be skipped: a slow client gets the latest frame
 when it is ready, and `gap` counts the frames that it missed. `server` equals the reply of /readyz.
-`model` is null until the model is loaded. `numbers` are the counters of the front. `heartbeat` and
+`model` is null until the model is loaded. `numbers` are counters of the API server. `heartbeat` and
 `view` come from the engine (messages.py describes their fields). `view` is null until the engine
 has replied.
 
-The front sends a ViewRequest to the engine, and the next one after the engine has replied. Without
-a watcher, the front requests and stores nothing. A frame contains ids, lengths and states, and
-never a text or a token.
+The API server sends a ViewRequest to the engine, and sends the next one after the engine has
+replied. When no client watches, it requests and stores nothing. A frame contains ids, lengths and
+states, but no text and no tokens.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from octavo.serve.channel.messages import ViewRequest
 from octavo.serve.front.front import Front
 from octavo.serve.front.keys import Bucket
 
-# what the server chooses of a browser's subprotocols, of which another may be a key
+# The server accepts this subprotocol. A browser may offer its key as another one.
 PROTOCOL = "octavo-watch"
 INTERVAL = 0.2  # seconds
-FORBIDDEN = 4403  # a WebSocket's own 403
+FORBIDDEN = 4403  # WebSocket has no standard close code for status 403.
 POLICY_VIOLATION = 1008
-SHARE = 0.02  # of the engine's time, at most, goes into views
+SHARE = 0.02  # The engine spends at most this part of its time on views.
 MODEL = (
     "architecture",
     "dtype",
@@ -50,7 +52,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Watcher:
-    """One connection: the frame that it has not taken yet, and how many it missed."""
+    """The unsent frame of one connection, and the number of frames that it missed."""
 
     def __init__(self) -> None:
         self.frame: bytes | None = None
@@ -76,7 +78,7 @@ class WatchEndpoint:
     def __init__(self, front: Front):
         self.front = front
         self.watchers: set[Watcher] = set()
-        self.asked = 0  # which engine process was asked and has not answered; 0: none
+        self.asked = 0  # The number of the engine process that owes a view, or 0.
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,16 +86,17 @@ class WatchEndpoint:
         if len(self.watchers) >= (most := self.front.config.limits.watchers):
             raise ApiError(
                 429,
-                f"{most} others watch already: close one of the pages",
+                f"{most} clients already watch: close one of their live pages and try again",
                 "too_many_watchers",
                 retry_after=5,
             )
         socket = WebSocket(scope, receive, send)
         watcher = Watcher()
-        # it would see what other keys' requests do; a browser learns why from a code alone
+        # The frames show the requests of all keys, so only administrators may see them. Browsers
+        # show a close code to the page, but not the status of a refused handshake.
         if key is not None and not key.admin:
             await socket.accept(PROTOCOL if PROTOCOL in scope["subprotocols"] else None)
-            await socket.close(FORBIDDEN, "only an administrator's key opens this")
+            await socket.close(FORBIDDEN, "the live page needs an administrator's key")
             return
         self.watchers.add(watcher)
         try:
@@ -110,7 +113,7 @@ class WatchEndpoint:
             for task in done:
                 task.result()
         except (WebSocketDisconnect, RuntimeError, TimeoutError):
-            pass  # the watcher left, or it read nothing for too long and its connection is closed
+            pass  # The client has disconnected, or has read nothing for too long.
         finally:
             self.watchers.discard(watcher)
 
@@ -121,17 +124,19 @@ class WatchEndpoint:
                 await socket.send_text(text)
 
     async def _listen(self, socket: WebSocket) -> None:
-        """Wait until the watcher leaves. Its messages are ignored, and many of them end the
-        connection."""
+        """Wait until the client disconnects.
+
+        Messages are ignored, but a client that sends many of them is disconnected.
+        """
         messages = Bucket(self.front.config.limits.websocket_errors)
         while (await socket.receive())["type"] != "websocket.disconnect":
             messages.take()
             if messages.wait() > 0:
-                await socket.close(POLICY_VIOLATION, "this connection takes no messages")
+                await socket.close(POLICY_VIOLATION, "/ws/watch accepts no messages")
                 return
 
     async def _run(self) -> None:
-        """Send a frame, request the next view and wait, until no watcher is left."""
+        """Send a frame, request the next view and wait, and repeat while clients watch."""
         client = self.front.client
         supervisor = self.front.client.supervisor
         client.view = None
@@ -167,7 +172,8 @@ class WatchEndpoint:
             "numbers": {
                 "open": len(client.open_requests),
                 "queue": len(client.queue.waiting),
-                "ttft": [sum(metrics.ttft.counts), metrics.ttft.sum],  # how many, seconds in all
+                # The number of samples, and their sum in seconds.
+                "ttft": [sum(metrics.ttft.counts), metrics.ttft.sum],
                 "itl": [sum(metrics.itl.counts), metrics.itl.sum],
                 "watchers": len(self.watchers),
             },

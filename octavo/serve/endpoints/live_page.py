@@ -1,5 +1,7 @@
-"""The live page's files, from octavo/web: read once, served as they are. Nothing of the server's
-state is in them."""
+"""Serves the files of the live page, which are read from octavo/web once.
+
+The files contain nothing about the state of the server.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ PAGE = {
     )
     for file in sorted(FOLDER.iterdir())
     if file.suffix in TYPES
-}  # path -> content, type
+}  # path -> (content, type)
 HEADERS = {
-    "cache-control": "no-cache",  # after an upgrade the page and the feed are of one version
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-cache",  # After an upgrade, the page and the feed must match.
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }

@@ -1,4 +1,4 @@
-"""The smaller routes: models, tokens, plain generation, probes, limits, metrics, cancel."""
+"""The other routes: models, tokenization, plain generation, probes, limits, metrics, cancel."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def tokenize(exchange: Exchange) -> None:
     headers = validate.check_fields(front, unknown)
     validate.check_model(front, body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise invalid_field("prompt", "give either prompt or messages")
+        raise invalid_field("prompt", "the request must have either prompt or messages")
     what: Encode | EncodeChat
     if body.messages is not None:
         chat = ChatRequest(
@@ -100,7 +100,7 @@ async def detokenize(exchange: Exchange) -> None:
 
 
 async def tokenizer_info(exchange: Exchange) -> None:
-    """What lm-eval asks for to do without a tokenizer of its own."""
+    """Reply with what lm-eval needs to work without a tokenizer of its own."""
     front = exchange.front
     tokenizer = exchange.front.tokenizer
     await exchange.reply(
@@ -138,7 +138,7 @@ async def prepare_generate(
     if params.min_tokens > wanted:
         raise invalid_field(
             "min_tokens",
-            f"min_tokens must not exceed max_new_tokens ({wanted})",
+            f"min_tokens ({params.min_tokens}) must not exceed max_new_tokens ({wanted})",
             "param_out_of_range",
         )
     context = front.client.model.max_model_len
@@ -161,7 +161,7 @@ async def generate(exchange: Exchange) -> None:
     body, unknown = await exchange.body(GenerateRequest, generates=True)
     headers = validate.check_fields(exchange.front, unknown, chat=False)
     if body.prompt is None:
-        raise invalid_field("prompt", "prompt must be a text")
+        raise invalid_field("prompt", "prompt is missing: it must be a string")
     prepared = await prepare_generate(exchange.front, exchange.caller, body, [body.prompt], headers)
     (text,) = await texts(exchange, prepared)
     await exchange.reply({"generated_text": text}, prepared.headers)
@@ -177,9 +177,11 @@ async def batch_generate(exchange: Exchange) -> None:
 
 def check_prompts(front: Front, prompts: list[str] | None) -> list[str]:
     if not prompts:
-        raise invalid_field("prompts", "prompts must be a list of at least one text")
+        raise invalid_field("prompts", "prompts must be a list of at least one string")
     if len(prompts) > (most := front.config.limits.prompts):
-        raise invalid_field("prompts", f"there may be at most {most} prompts", "param_out_of_range")
+        raise invalid_field(
+            "prompts", f"prompts can have at most {most} items", "param_out_of_range"
+        )
     return prompts
 
 
@@ -235,12 +237,16 @@ async def metrics(exchange: Exchange) -> None:
 
 
 async def dumps(exchange: Exchange) -> None:
-    """Where the engine stood when it last hung: for administrators, as stacks name files."""
+    """Reply with the stacks of the engine's threads from the times when it hung.
+
+    Only administrators may read them, because they contain file names.
+    """
     key = exchange.caller.key
     if key is None or not key.admin:
         raise ApiError(
             403,
-            "only an administrator's key opens this: one that the file of --api-keys gives admin = true",
+            "this route needs an administrator's key: set admin = true for a key in the file of "
+            "--api-keys",
             "admin_only",
         )
     await exchange.reply({"dumps": exchange.front.client.supervisor.dumps})
@@ -249,7 +255,7 @@ async def dumps(exchange: Exchange) -> None:
 async def cancel(exchange: Exchange) -> None:
     id = exchange.path["id"]
     if not validate.LABEL.fullmatch(id) or len(id) > exchange.front.config.limits.label_chars:
-        raise invalid_field("id", "this is no request's id")
+        raise invalid_field("id", "the path does not contain a valid request id")
     await exchange.reply(
         {"id": id, "cancelled": exchange.front.client.cancel(id, exchange.caller.owner)}
     )

@@ -1,16 +1,18 @@
-"""/ws/generate: text as it is generated, over a WebSocket. One generation at a time, any number in
-a row.
+"""The WebSocket /ws/generate sends text as it is generated.
 
--> {"prompt": "...", "max_new_tokens": 64, ...}      as for /generate
-<- {"type": "text", "text": "..."}                   as it is generated
+A connection runs one generation at a time, and any number of them in a row. These are the messages
+of the client (->) and of the server (<-):
+
+-> {"prompt": "...", "max_new_tokens": 64, ...}      starts a generation, with /generate's fields
+<- {"type": "text", "text": "..."}                   is the next part of the text
 <- {"type": "done", "id": "req_...", "finish_reason": "stop", "usage": {...}, "headers": {...}}
-                                                     headers: those that an HTTP reply has
-<- {"error": {...}}                                  instead of done
+                                                     ends a reply, with the headers of HTTP
+<- {"error": {...}}                                  ends a reply that failed
 -> {"type": "cancel"}                                ends the generation in progress
 
-A client sends JSON, in text or binary messages. A message that is wrong is answered with an error,
-and the connection stays open. A client that keeps sending such messages is disconnected with the
-code 1008: `websocket_errors` a minute are allowed.
+A client sends JSON in text or binary messages. The server replies to an invalid message with an
+error, and the connection stays open. A client that sends more than `websocket_errors` invalid
+messages per minute is disconnected with the code 1008.
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ from octavo.serve.http.connections import Connection, ConnectionState
 from octavo.serve.http.exchange import client_gone
 
 POLICY_VIOLATION = 1008
-CANCEL_BYTES = 200  # a longer message does not cancel a generation that runs
+CANCEL_BYTES = 200  # A longer message does not cancel the generation in progress.
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass
 class IncomingMessage:
     data: Bytes
-    memory: Held | None  # counts the bytes
+    memory: Held | None  # This object counts the bytes.
 
     def free(self) -> None:
-        """Drop the bytes, and no longer count them."""
+        """Drop the bytes, and stop counting them."""
         self.data = b""
         self.memory = None
 
@@ -77,7 +79,7 @@ class Session:
         self.socket = socket
         self.caller = caller
         self.connection: Connection = socket.scope["octavo.connection"]
-        # None: the client left
+        # None means that the client has disconnected.
         self.inbox: asyncio.Queue[IncomingMessage | None] = asyncio.Queue(maxsize=4)
         self.call: Call | None = None
         self.errors = Bucket(front.config.limits.websocket_errors)
@@ -101,7 +103,7 @@ class Session:
             reader.cancel()
 
     async def _next(self) -> IncomingMessage | None:
-        """The next message. While none is there, a full server may close the connection."""
+        """Return the next message. A full server may close the connection while it waits here."""
         if self.inbox.empty():
             self.connection.enter(ConnectionState.IDLE)
         message = await self.inbox.get()
@@ -113,7 +115,7 @@ class Session:
         return self.errors.wait() == 0
 
     async def _read(self) -> None:
-        """Listen while a generation runs, so that leaving and cancelling are noticed at once."""
+        """Read messages all the time, so that a cancel or a disconnect has effect at once."""
         try:
             while True:
                 message = await self._message()
@@ -137,15 +139,16 @@ class Session:
     async def _generate(self, message: IncomingMessage) -> None:
         asked, unknown = await self._parse(message)
         if unknown.pop("type", None) == "cancel":
-            self.errors.take()  # Nothing runs. This is no error, but it must not go on without end.
+            # A cancel may arrive just after the end of a generation, so a few of them are ignored.
+            self.errors.take()
             if self.errors.wait():
-                raise invalid_field("type", "there is nothing to cancel")
+                raise invalid_field("type", "no generation is in progress that could be cancelled")
             return
         if unknown.get("stream") is True:
-            del unknown["stream"]  # a WebSocket always streams
+            del unknown["stream"]  # A WebSocket always streams.
         headers = validate.check_fields(self.front, unknown, chat=False)
         if asked.prompt is None:
-            raise invalid_field("prompt", "prompt must be a text")
+            raise invalid_field("prompt", "prompt is missing: it must be a string")
         caller = Caller(key=self.caller.key, timeout=self.caller.timeout)
         prepared = await prepare_generate(
             self.front, caller, asked, [asked.prompt], headers, stream=True
@@ -171,7 +174,7 @@ class Session:
         await self._send(_encode(done))
 
     async def _parse(self, message: IncomingMessage) -> tuple[GenerateRequest, dict[str, Any]]:
-        """The request, and its unknown fields. The bytes of the message are then free."""
+        """Return the request and its unknown fields, and free the bytes of the message."""
         limits = self.front.config.limits
         try:
             if not is_quick(message.data):

@@ -1,5 +1,6 @@
-"""Connections: how bytes become HTTP requests and WebSocket messages, and replies become bytes.
+"""The connections of HTTP and WebSocket clients.
 
-It runs in the event loop of the front. It accepts connections, limits their number, time and
-memory, and reads bodies. Only the server on the port for health checks runs in threads.
+This package accepts connections, limits their number, time and memory, and turns bytes into
+requests and messages, and replies into bytes. It runs in the event loop of the API server, except
+for the separate health port, which runs in threads.
 """

@@ -1,9 +1,10 @@
-"""Accepts connections. asyncio's own server stops listening for ever at some errors, and is silent
-at others.
+"""Accepts connections.
 
-When the process runs out of file descriptors, idle connections are closed, a warning is logged once
-a minute, and new connections wait in the kernel's backlog until there are descriptors again. A few
-descriptors are never given to clients: the engine needs some to start again.
+This module replaces asyncio's server, which stops listening after some errors and hides others.
+
+When the process runs out of file descriptors, the server closes idle connections, logs a warning
+once a minute, and leaves new connections in the kernel's backlog until descriptors are free. A few
+descriptors are reserved: the server needs them to restart the engine.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from typing import Any
 from octavo.serve.http.connections import Connection, ConnectionTable
 
 log = logging.getLogger(__name__)
-ACCEPTED = 64  # connections that are accepted in one turn of the event loop
-RESERVED = 32  # file descriptors that are kept for other uses than connections
-PAUSE = 0.1  # seconds without accepting after an error
+ACCEPTED = 64  # The most connections that one iteration of the event loop accepts.
+RESERVED = 32  # The number of file descriptors that connections may not use.
+PAUSE = 0.1  # The acceptor pauses for this many seconds after an error.
 WARNING_INTERVAL = 60.0  # seconds
 
 
 def raise_descriptor_limit(wanted: int) -> None:
-    """Allow the process as many open files as it needs, as far as the system lets it."""
+    """Raise the limit on open files to `wanted`, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -61,7 +62,7 @@ class Acceptor:
         self.listener.close()
 
     async def wait_closed(self) -> None:
-        """For uvicorn, which waits for its servers: the listener is closed at once."""
+        """Return at once, because `close` is immediate. uvicorn calls this method."""
 
     def _accept(self) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -76,7 +77,7 @@ class Acceptor:
                 self._pause()
                 return
             if client.fileno() >= most:
-                self._warn(f"{client.fileno() + 1} of {soft} are in use")
+                self._warn(f"{client.fileno() + 1} of {soft} descriptors are in use")
                 if not self.table.all.evict_one():
                     client.close()
                     self._pause()
@@ -95,11 +96,14 @@ class Acceptor:
 
     def _opened(self, task: asyncio.Task[Any]) -> None:
         connection = self._opening.pop(task)
-        if task.cancelled() or task.exception() is not None:  # the client has left already
+        if task.cancelled() or task.exception() is not None:  # The client has disconnected.
             self.table.remove(connection)
 
     def _pause(self) -> None:
-        """Make room and try again later. At once, the loop would do nothing but fail."""
+        """Close an idle connection, and accept again after a pause.
+
+        Without the pause, the event loop would only repeat the error.
+        """
         for _ in range(ACCEPTED):
             if not self.table.all.evict_one():
                 break
@@ -111,8 +115,8 @@ class Acceptor:
         if now - self._warned >= WARNING_INTERVAL:
             self._warned = now
             log.warning(
-                "file descriptors are running out (%s) while %d connections are open: idle "
-                "connections are closed to make room for new ones. Raise the limit with ulimit -n.",
+                "the process is running out of file descriptors (%s) with %d open connections: "
+                "idle connections are closed. Raise the limit with ulimit -n.",
                 why,
                 len(self.table),
             )

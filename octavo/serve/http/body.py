@@ -1,9 +1,10 @@
-"""Reads the bytes of a request's body: refused as early as possible, within a time limit and a
-memory limit.
+"""Reads and parses the body of a request, within a time limit and a memory limit.
 
-with memory.hold(address) as held:             the bytes count until the block is left
+with memory.hold(address) as held:             # The bytes are counted until the block ends.
     data = await read(headers, receive, there, limits, held)
     request, unknown = await decode(pool, data, kind, limits)
+
+A body that breaks a rule is refused as early as possible.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from octavo.serve.front.worker_pool import WorkerPool
 from octavo.serve.limits import Limits
 
 T = TypeVar("T", bound=msgspec.Struct)
-# seconds during which the rest of a refused body is read and thrown away, so that the client reads
-# the refusal
+# The rest of a refused body is read and discarded for this many seconds. Many clients read the
+# reply only after they have sent the whole body.
 DISCARD_SECONDS = 0.5
-HEAVY = 256 * 2**10  # bytes: a larger body is a heavy job
+HEAVY = 256 * 2**10  # A body with more bytes is a heavy job for a worker process.
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
@@ -39,7 +40,7 @@ async def read(
     limits: Limits,
     held: Held,
 ) -> Bytes:
-    """The body. `there`: all of it, if it has already arrived."""
+    """Return the body. `there` is the whole body if it has already arrived, and otherwise None."""
     check_headers(headers)
     if there is None:
         return await _receive_all(headers, receive, limits, held)
@@ -63,7 +64,9 @@ def check_headers(headers: Mapping[bytes, bytes]) -> None:
         )
     if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
         raise ApiError(
-            415, "compressed bodies are not taken: send the JSON as it is", "unsupported_media_type"
+            415,
+            "compressed bodies are not supported: send the JSON without Content-Encoding",
+            "unsupported_media_type",
         )
 
 
@@ -80,7 +83,7 @@ async def _receive_all(
         if b"expect" not in headers:
             await _discard(stream, 8 * limits.body_bytes)
         raise too_large(limits)
-    # One block that grows in place: many small ones would leave holes in the heap.
+    # The buffer grows in place. Many small buffers would fragment the heap.
     data = bytearray()
     try:
         async with asyncio.timeout(limits.body_seconds):
@@ -105,7 +108,7 @@ async def _stream(receive: Receive) -> AsyncIterator[bytes]:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ApiError(499, "the client left", "client_gone")
+            raise ApiError(499, "the client has disconnected", "client_gone")
         more = message["more_body"]
         yield message["body"]
 
@@ -121,13 +124,13 @@ async def _discard(stream: AsyncIterator[bytes], most: int) -> None:
         return
 
 
-# ---- the request ---------------------------------------------------------------------------------
+# ---- parsing -------------------------------------------------------------------------------------
 
 
 async def decode(
     pool: WorkerPool, data: Bytes, kind: type[T], limits: Limits
 ) -> tuple[T, dict[str, Any]]:
-    """See parse.read_request."""
+    """Parse a body as `parse.read_request` does, in a worker process if it is large."""
     if is_quick(data):
         return read_request(data, kind, limits)
     return await parse_in_worker(pool, Parse(kind.__name__), data, kind)
@@ -136,7 +139,7 @@ async def decode(
 async def parse_in_worker(
     pool: WorkerPool, job: Parse | ParseMessage, data: Bytes, kind: type[T]
 ) -> tuple[T, dict[str, Any]]:
-    """What a worker process makes of the data: a `kind`, and its unknown fields."""
+    """Parse the data in a worker process, and return a `kind` and its unknown fields."""
     result: Any = tuple[kind, dict[str, Any]]  # type: ignore[valid-type]
     found: tuple[T, dict[str, Any]] = await pool.run(
         job, result, payload=data, heavy=len(data) > HEAVY

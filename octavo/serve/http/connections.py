@@ -1,15 +1,15 @@
-"""Open connections, HTTP and WebSocket: how many there may be, which one is closed when there is no
-room, and time limits.
+"""Limits the number of open HTTP and WebSocket connections, and their time.
 
-A connection belongs to groups: all connections, those of its address, and those of the API key that
-it last used. A group that is full closes one of its own connections to admit a new one.
-ConnectionState says in which order, oldest first. A connection that was accepted, or that began to
-send a request, less than GRACE_SECONDS ago is closed only if there is no other: its request may be
-on its way. When every connection of a full group is busy, the new one is refused after its request
-was read.
+A connection belongs to three groups: all connections, the connections of its address, and the
+connections of the API key that it last used. A full group closes one of its own connections to
+admit a new one. It chooses the connection by state, in the order of ConnectionState, and then the
+oldest. It closes a connection that was accepted or began to send a request within the last
+GRACE_SECONDS only if there is no other, because its request may be on its way. When every
+connection of a full group is busy, the server reads the request of the new connection and then
+refuses it.
 
-One sweep a second looks at every connection. It ends the ones whose deadline has passed and the
-ones whose client has read nothing for `send_seconds` although something waits for it.
+A sweep runs once a second. It ends connections whose deadline has passed, and connections whose
+client has read nothing for `send_seconds` although data waits for it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from octavo.serve.api.api_errors import ApiError
 from octavo.serve.front.keys import Key, network
 from octavo.serve.limits import Limits
 
-REFUSALS = 64  # connections beyond the limit that are kept open to tell them why they are refused
-SCANNED = 256  # connections that are considered for closing, at most, for each new connection
-GRACE_SECONDS = 0.25  # for a new connection to send its request while there are others to close
+REFUSALS = 64  # This many connections above the limit stay open until they have got an error.
+SCANNED = 256  # A new connection considers at most this many others for closing.
+GRACE_SECONDS = 0.25  # A new connection has this time to send its request.
 SWEEP_SECONDS = 1.0
 
 
 class ConnectionState(IntEnum):
-    """What a connection is doing. A full group closes connections in this order, and never a busy
-    one."""
+    """The state of a connection. A full group closes connections in this order.
 
-    SILENT = 0  # it has not sent the whole head of a request yet
-    IDLE = 1  # every request was answered
-    RECEIVING = 2  # a request's body is on its way
-    BUSY = 3  # a request is being answered
+    A busy connection is never closed for another one.
+    """
+
+    SILENT = 0  # No complete request head has arrived yet.
+    IDLE = 1  # Every request has its reply.
+    RECEIVING = 2  # The body of a request is arriving.
+    BUSY = 3  # A request is in progress.
 
 
 class ConnectionOwner(Protocol):
@@ -47,7 +49,7 @@ class ConnectionOwner(Protocol):
     transport: asyncio.Transport
 
     def evict(self) -> None:
-        """Close the connection at once: another one needs its place."""
+        """Close the connection at once, because a new connection needs its place."""
 
     def deadline_passed(self) -> None: ...
 
@@ -56,21 +58,20 @@ class ConnectionGroup:
     def __init__(self, limit: int):
         self.limit = limit
         self.count = 0
-        # connections that may be closed, by state, each in the order in which they entered it
+        # The connections that may be closed, for each state, in the order of entering the state.
         self.waiting: tuple[dict[Connection, None], ...] = ({}, {}, {})
 
     def evict_one(self) -> bool:
-        """Close the connection that is least missed. Returns False if there is none."""
+        """Close the first connection that may be closed. Returns False if there is none."""
         now = time.monotonic()
         return self._evict_one(now - GRACE_SECONDS) or self._evict_one(now)
 
     def _evict_one(self, latest: float) -> bool:
-        """Close an idle connection, or another one that has been in its state since `latest` or
-        longer."""
+        """Close an idle connection, or one that entered its state at `latest` or earlier."""
         for state, waiting in enumerate(self.waiting):
             for connection in islice(waiting, SCANNED):
                 if connection.since > latest and state != ConnectionState.IDLE:
-                    break  # the ones behind it are younger still
+                    break  # All connections after this one are younger.
                 if connection.unread() == 0:
                     connection.evict()
                     return True
@@ -81,10 +82,10 @@ class Connection:
     def __init__(self, table: ConnectionTable, address: str, refused: bool):
         self.table = table
         self.address = address
-        self.refused = refused  # there was no room for it
+        self.refused = refused  # The limits left no room for this connection.
         self.state = ConnectionState.SILENT
-        self.since = time.monotonic()  # when it entered its state
-        self.owner: ConnectionOwner | None = None  # None until the transport exists
+        self.since = time.monotonic()  # The time at which it entered its state.
+        self.owner: ConnectionOwner | None = None  # This is None until the transport exists.
         self.deadline = math.inf
         self.key: Key | None = None
         self.groups: list[ConnectionGroup] = []
@@ -92,7 +93,7 @@ class Connection:
         self._unread_since = 0.0
 
     def unread(self) -> int:
-        """Bytes that were written and that the client has not read yet."""
+        """Return the number of written bytes that the client has not read yet."""
         if self.owner is None:
             return 0
         return self.owner.transport.get_write_buffer_size()
@@ -124,7 +125,7 @@ class Connection:
             self.owner.evict()
 
     def sweep(self, now: float, send_seconds: float) -> None:
-        """End the connection if its time is over."""
+        """End the connection if its deadline has passed or its client does not read."""
         if self.owner is None:
             return
         unread = self.unread()
@@ -152,7 +153,7 @@ class ConnectionTable:
         return len(self.connections)
 
     def admit(self, address: str) -> Connection | None:
-        """A place for a new connection. None: it is to be closed at once, without a reply."""
+        """Return a new connection, or None if it must be closed at once without a reply."""
         address = network(address)
         room = self._make_room(address)
         if not room and self.refused >= REFUSALS:
@@ -166,7 +167,7 @@ class ConnectionTable:
         return connection
 
     def retry(self, connection: Connection) -> bool:
-        """Admit a connection that was refused, if there is room by now."""
+        """Admit a refused connection if there is room now. Returns whether there was."""
         if not self._make_room(connection.address):
             return False
         connection.refused = False
@@ -175,7 +176,7 @@ class ConnectionTable:
         return True
 
     def claim(self, connection: Connection, key: Key) -> None:
-        """Count the connection among those that use the key. Raises if the key has too many."""
+        """Count the connection for this key. Raises if the key has too many connections."""
         if connection.key is key:
             return
         group = self.keys.setdefault(key.name, ConnectionGroup(self.limits.connections_per_key))
@@ -192,7 +193,7 @@ class ConnectionTable:
         connection.join(group)
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection that is closed. Does nothing if it is forgotten already."""
+        """Remove a closed connection from its groups. A second call does nothing."""
         if connection not in self.connections:
             return
         self.connections.remove(connection)

@@ -1,8 +1,6 @@
-"""One HTTP request and its reply, over ASGI. Handlers get an Exchange and do everything within one
-function.
+"""An Exchange is one HTTP request and its reply, over ASGI. Each handler is a function of it.
 
-A disconnect is noticed from the first byte on, whether the reply streams or not: `watch` ties a
-call to the connection.
+`Exchange.watch` ends a call when the client disconnects, whether the reply is streamed or not.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def client_gone() -> ApiError:
-    return ApiError(499, "the client left", "client_gone")
+    return ApiError(499, "the client has disconnected", "client_gone")
 
 
 class Exchange:
@@ -44,9 +42,11 @@ class Exchange:
         self._request: HttpRequest = scope["octavo.request"]
 
     async def body(self, kind: type[T], generates: bool = False) -> tuple[T, dict[str, Any]]:
-        """The request's body as a `kind`, and its unknown fields. `generates`: refuse it early if
-        nothing can be generated now. A small body is received even so, because the connection then
-        stays open for the next request."""
+        """Return the body of the request as a `kind`, and its unknown fields.
+
+        With `generates`, the request is refused early if the server cannot generate now. A small
+        body is received before the refusal, so that the connection can stay open.
+        """
         if generates and self._is_large():
             self.front.check_admission(self.caller)
         async with self.held_body() as data:
@@ -60,9 +60,9 @@ class Exchange:
 
     @asynccontextmanager
     async def held_body(self) -> AsyncIterator[Bytes]:
-        """The bytes of the body, which count as the client's until the block is left."""
+        """Yield the bytes of the body. They are counted for the client until the block ends."""
         front = self.front
-        _ = front.client.model  # raises while there is no engine to send the request to
+        _ = front.client.model  # This raises an error while no engine is ready.
         client = self.scope.get("client")
         with front.bodies.hold(client[0] if client else "") as held:
             yield await body.read(
@@ -100,7 +100,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def write(self, data: bytes, last: bool = False) -> None:
-        """Waits while the client is slow to read, but not for ever: then the connection is cut."""
+        """Write a part of the reply. A client that reads nothing for too long is disconnected."""
         if not self._request.write_paused:
             return await self._send(
                 {"type": "http.response.body", "body": data, "more_body": not last}
@@ -114,7 +114,7 @@ class Exchange:
             timer.cancel()
 
     def watch(self, call: Call) -> None:
-        """From now on a disconnect ends the call."""
+        """End the call when the client disconnects."""
         self._request.on_disconnect(lambda: call.fail(client_gone()))
 
 
@@ -122,7 +122,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class Endpoint:
-    """A handler as an ASGI application."""
+    """Turns a handler into an ASGI application."""
 
     def __init__(self, front: Front, handler: Handler):
         self.front = front

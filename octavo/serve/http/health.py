@@ -1,8 +1,7 @@
-"""/livez on a port of its own, answered by threads: it works whatever the event loop does. Standard
-library only.
+"""Serves /livez on a separate port, in threads, so that a blocked event loop cannot delay it.
 
-The answer is 200 while the event loop runs, and 503 once it has been blocked for so long that a new
-process is better.
+The status is 200 while the event loop runs, and 503 when it has been blocked for so long that the
+process should be restarted. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ from typing import Any
 
 from octavo.serve.front.loop_watchdog import LoopWatchdog
 
-STUCK = 60.0  # seconds
-REQUEST_SECONDS = 1.0  # that a client has to send its request
-CLIENTS = 64  # that are answered at a time
+STUCK = 60.0  # The event loop counts as stuck when it is blocked for this many seconds.
+REQUEST_SECONDS = 1.0  # A client has this time to send its request.
+CLIENTS = 64  # This many clients are served at a time.
 
 
 class HealthServer(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = (
-        128  # with the library's 5, a crowd of connections delays a probe by a second
-    )
+    # With the library's default of 5, many connections at once delay a probe by a second.
+    request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], watchdog: LoopWatchdog):
         self.watchdog = watchdog
@@ -46,7 +44,7 @@ class HealthServer(ThreadingHTTPServer):
             self.room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves is no error of the server."""
+        """Ignore the error: usually the client has disconnected."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -62,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
             "state": "stuck" if late > STUCK else "alive",
             "loop_late_s": round(late, 3),
         }
-        body = json.dumps(state if known else {"error": "this port answers /livez alone"}).encode()
+        body = json.dumps(state if known else {"error": "this port serves only /livez"}).encode()
         self.send_response(404 if not known else 503 if late > STUCK else 200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
@@ -70,4 +68,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Probes are not logged."""
+        """Log nothing, because probes are frequent."""

@@ -1,12 +1,12 @@
-"""One HTTP/1.1 connection: bytes in, ASGI requests, bytes out.
+"""Turns the bytes of one HTTP/1.1 connection into ASGI requests, and the responses into bytes.
 
-A connection answers one request at a time, in order. Whatever arrives behind the request in
-progress is held unparsed, and beyond `HELD` bytes it is not read at all. So nothing that a client
-sends can disturb a response that is under way: bytes that are no HTTP, headers that are too large
-and half a request are answered when their turn comes. httptools parses; at most `SLICE` bytes in
-one go (see turn_queue.py).
+A connection handles one request at a time, in order. Input that follows the request in progress is
+held unparsed, up to `HELD` bytes; the rest is not read. So nothing that a client sends can disturb
+a response in progress: invalid HTTP, oversized headers and incomplete requests get their response
+after the earlier ones. httptools parses the input, at most `SLICE` bytes at a time (see
+turn_queue.py).
 
-A client may close its own direction and still wait for the reply (see peer_probe.py).
+A client may close its sending direction and still wait for the reply (see peer_probe.py).
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from octavo.serve.http.turn_queue import TurnQueue
 from octavo.serve.http.websocket_protocol import WebSocketProtocol
 from octavo.serve.limits import Limits
 
-SLICE = 4096  # bytes that are parsed in one go
-HELD = 64 * 2**10  # bytes that may wait, unparsed or as a body, before reading stops
-LINGER_SECONDS = 1.0  # after a refusal, the client has so long to read it
+SLICE = 4096  # The number of bytes that are parsed at a time.
+HELD = 64 * 2**10  # Reading stops when this many bytes wait, unparsed or as a body.
+LINGER_SECONDS = 1.0  # The client has this time to read the last response.
 
 
 @dataclass
 class ServerContext:
-    """What all connections share."""
+    """The objects that all connections share."""
 
     app: ASGIApp
     limits: Limits
     table: ConnectionTable
     bodies: BodyMemory
     turns: TurnQueue
-    uvicorn: uvicorn.Config  # for WebSockets
+    uvicorn: uvicorn.Config  # The WebSocket protocol needs it.
     state: ServerState
 
 
 class HttpProtocol(asyncio.Protocol):
     transport: asyncio.Transport
-    queued = False  # for TurnQueue
+    queued = False  # TurnQueue sets this.
     write_paused = False
 
     def __init__(self, context: ServerContext, connection: Connection):
@@ -60,26 +60,25 @@ class HttpProtocol(asyncio.Protocol):
         self.connection = connection
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        self._held = b""  # input that is not parsed yet, from `_position` on
+        self._held = b""  # The input. The part from `_position` on is not parsed yet.
         self._position = 0
-        self._active: HttpRequest | None = (
-            None  # it is being answered, or its body is being received
-        )
-        self._pipeline: deque[tuple[HttpRequest, Scope]] = deque()  # parsed with it, and next
-        self._refusal: ApiError | None = None  # the last response of this connection
-        self._ended = False  # nothing more is written or parsed
-        self._last = False  # no request is read after this one
+        self._active: HttpRequest | None = None  # The request in progress.
+        # Requests that were parsed in the same slice, and that follow the current one.
+        self._pipeline: deque[tuple[HttpRequest, Scope]] = deque()
+        self._refusal: ApiError | None = None  # The last response of this connection.
+        self._ended = False  # Nothing more is written or parsed.
+        self._last = False  # The current request is the last one.
         self._eof = False
         self._reading = True
-        self._awaits_head = True  # the deadline is for the head of a request
-        self._writable: asyncio.Event | None = None  # while `write_paused`
+        self._awaits_head = True  # The deadline applies to the head of a request.
+        self._writable: asyncio.Event | None = None  # This is set while `write_paused` is true.
         self._peer_probe: PeerProbe | None = None
         self._left_to_discard = 0
         self._client: tuple[str, int] | None = None
         self._server: tuple[str, int] | None = None
-        # of the request that is being parsed
+        # The request that is being parsed, and the bytes of its Content-Length still to come.
         self._parsed: HttpRequest | None = None
-        self._body_left = 0  # bytes that its Content-Length announces
+        self._body_left = 0
         self._in_head = False
         self._head_bytes = 0
         self._trailer_bytes = 0
@@ -96,7 +95,7 @@ class HttpProtocol(asyncio.Protocol):
         self.context.state.connections.add(self)  # type: ignore[arg-type]
         self.connection.deadline = time.monotonic() + self.context.limits.header_seconds
         if self.connection not in self.context.table.connections:
-            self.transport.abort()  # its place was given to another one
+            self.transport.abort()  # Another connection got its place.
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.context.state.connections.discard(self)
@@ -108,7 +107,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._active is not None:
             self._active.disconnect()
         self._pipeline.clear()
-        # Without reference cycles, the memory is free at once.
+        # This breaks reference cycles, so that the memory is freed at once.
         self.connection.owner = None
         self._active = None
         self._parsed = None
@@ -124,7 +123,8 @@ class HttpProtocol(asyncio.Protocol):
         else:
             self._held = data
         if self.queued:
-            self._update_reading()  # else libuv reads a socket up to 32 times in one turn
+            # Otherwise libuv reads from a socket up to 32 times in one iteration.
+            self._update_reading()
         elif self.parse_some():
             self.context.turns.add(self)
 
@@ -134,7 +134,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._ended or not (self._held or self._active):
             return False
         if self._active is not None and not self._held and not self._active.complete:
-            return False  # the rest of the body will never come
+            return False  # The rest of the body cannot arrive any more.
         self._watch_peer()
         return True
 
@@ -173,7 +173,7 @@ class HttpProtocol(asyncio.Protocol):
                 self.transport.abort()
         elif self._awaits_head and (self._in_head or self._head_bytes):
             self._refuse(
-                ApiError(408, "the request's headers did not arrive in time", "header_timeout")
+                ApiError(408, "the headers of the request did not arrive in time", "header_timeout")
             )
         else:
             self.transport.close()
@@ -181,8 +181,7 @@ class HttpProtocol(asyncio.Protocol):
     # ---- input -----------------------------------------------------------------------------------
 
     def parse_some(self) -> bool:
-        """Parse one slice of the input if it is its turn. Returns True if another can be parsed
-        now."""
+        """Parse one slice of the input, if allowed. Returns True if another can be parsed now."""
         if not self._must_wait():
             data = self._take_slice()
             try:
@@ -193,7 +192,7 @@ class HttpProtocol(asyncio.Protocol):
                 if not self._last:
                     self._refuse(invalid_http())
             if self.transport.get_protocol() is not self:
-                return False  # it belongs to a WebSocket now
+                return False  # The WebSocket protocol owns the connection now.
             if self._in_head:
                 self._head_bytes += len(data)
                 if self._head_bytes > self.context.limits.header_bytes:
@@ -214,7 +213,7 @@ class HttpProtocol(asyncio.Protocol):
         return data
 
     def _must_wait(self) -> bool:
-        """Nothing may be parsed now."""
+        """Return whether parsing has to wait."""
         if self._ended or self._refusal is not None or not self._held:
             return True
         active = self._active
@@ -241,7 +240,7 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.close()
 
     def _update_reading(self) -> None:
-        """Read on while little is held: a client that leaves is noticed only by reading."""
+        """Read while little input is held, because only reading detects a disconnect."""
         reading = len(self._held) - self._position <= HELD and not self._eof
         if reading == self._reading:
             return
@@ -265,7 +264,7 @@ class HttpProtocol(asyncio.Protocol):
             self._active.probe()
 
     def body_taken(self) -> None:
-        """The application has received a part of the body: there is room for more."""
+        """Read more, because the application has received a part of the body."""
         if self._held:
             self.context.turns.add(self)
 
@@ -287,7 +286,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._in_head:
             self._headers.append((name.lower(), value))
             return
-        self._trailer_bytes += len(name) + len(value)  # fields behind a body, which are ignored
+        self._trailer_bytes += len(name) + len(value)  # Trailer fields are ignored.
         if self._trailer_bytes > self.context.limits.header_bytes:
             self._refuse(headers_too_large())
 
@@ -301,7 +300,7 @@ class HttpProtocol(asyncio.Protocol):
             self._refuse(error)
             return
         if self._parser.should_upgrade():
-            return  # HttpParserUpgrade follows
+            return  # The parser raises HttpParserUpgrade next.
         try:
             scope = self._scope()
         except (httptools.HttpParserError, UnicodeDecodeError):
@@ -332,7 +331,7 @@ class HttpProtocol(asyncio.Protocol):
     # ---- requests --------------------------------------------------------------------------------
 
     def _head_error(self) -> ApiError | None:
-        """What is wrong with the head of a request, whatever its route."""
+        """Return an error if the head of a request is not acceptable for any route."""
         limits = self.context.limits
         size = len(self._url) + sum(len(name) + len(value) for name, value in self._headers)
         if size > limits.header_bytes or len(self._headers) > limits.headers:
@@ -351,7 +350,7 @@ class HttpProtocol(asyncio.Protocol):
             if version == "1.0" or [value.strip().lower() for value in encodings] != [b"chunked"]:
                 return ApiError(
                     400,
-                    "this transfer encoding is not supported: send a Content-Length, or chunked",
+                    "the Transfer-Encoding is not supported: use chunked, or send a Content-Length",
                     "unsupported_transfer_encoding",
                 )
         if self.connection.refused and not self.context.table.retry(self.connection):
@@ -417,8 +416,7 @@ class HttpProtocol(asyncio.Protocol):
     # ---- the end ---------------------------------------------------------------------------------
 
     def _refuse(self, error: ApiError) -> None:
-        """Make `error` the connection's last response, behind those that are still to be
-        written."""
+        """Make `error` the last response of the connection, after the pending responses."""
         if self._refusal is not None or self._ended:
             return
         self._refusal = error
@@ -426,7 +424,7 @@ class HttpProtocol(asyncio.Protocol):
         self._position = 0
         active = self._active
         if self._pipeline and not self._pipeline[-1][0].complete:
-            self._pipeline.pop()  # this request is the one that is wrong
+            self._pipeline.pop()  # The error belongs to this request.
         elif active is not None and not (active.complete or active.response_started):
             active.disconnect()
             self._active = None
@@ -438,9 +436,11 @@ class HttpProtocol(asyncio.Protocol):
         self._end(linger=True)
 
     def _end(self, linger: bool) -> None:
-        """Close the connection once all is written. If the client may still be sending, read for a
-        while: a socket that is closed with unread input resets the connection, and the client may
-        never see the response."""
+        """Close the connection when everything is written.
+
+        With `linger`, read on for a while, because the client may still be sending. Closing a
+        socket with unread input resets the connection, and the client may lose the response.
+        """
         self._ended = True
         self._held = b""
         self._position = 0
@@ -456,7 +456,7 @@ class HttpProtocol(asyncio.Protocol):
     def _discard(self, data: bytes) -> None:
         self._left_to_discard -= len(data)
         if self._left_to_discard < 0:
-            self.transport.pause_reading()  # until the deadline
+            self.transport.pause_reading()  # The deadline then closes the connection.
 
     # ---- other protocols -------------------------------------------------------------------------
 
@@ -466,8 +466,11 @@ class HttpProtocol(asyncio.Protocol):
         )
 
     def _upgrade(self, rest: bytes) -> None:
-        """The request asks for another protocol. WebSocket is spoken; an offer of any other, such
-        as HTTP/2 by Java's client, is ignored: the request is parsed again without it."""
+        """Handle a request for another protocol.
+
+        WebSocket is supported. An offer of another protocol, such as HTTP/2 from Java's client, is
+        ignored: the request is parsed again without the offer.
+        """
         if self._refusal is not None:
             return
         websocket = self._has_header(b"upgrade", b"websocket")
@@ -503,4 +506,6 @@ def invalid_http() -> ApiError:
 
 
 def headers_too_large() -> ApiError:
-    return ApiError(431, "the request's headers are too large or too many", "headers_too_large")
+    return ApiError(
+        431, "the request has too many headers, or they are too large", "headers_too_large"
+    )

@@ -25,7 +25,7 @@ WITHOUT_BODY = (204, 304)
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> bytes:
-    """A whole response with an error, after which the connection is closed."""
+    """Return the bytes of an error response, which also announces the end of the connection."""
     body = error.encode()
     request_id = new_id()
     found = {
@@ -42,35 +42,37 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> by
 
 
 class HttpRequest:
-    """One request and its response. `receive` and `send` are ASGI's."""
+    """One request and its response. `receive` and `send` are the two callables of ASGI."""
 
     def __init__(self, protocol: HttpProtocol, method: str, http_1_0: bool, keep_alive: bool):
         self.protocol = protocol
         self.arrival = time.monotonic()
         self.keep_alive = keep_alive
-        self.complete = False  # the whole body has arrived
+        self.complete = False  # True means that the whole body has arrived.
         self.disconnected = False
         self.expects_continue = False
         self.response_started = False
         self.response_complete = False
-        # What may be written into the response at any time without changing it, such as a comment
-        # of an event stream.
+        # These bytes may be written into the response at any time without changing its meaning,
+        # such as a comment in an event stream.
         self.heartbeat = b""
         self._head_only = method == "HEAD"
         self._http_1_0 = http_1_0
         self._body = bytearray()
-        self._end_received = False  # the application has received the end of the body
+        self._end_received = False  # The application has received the end of the body.
         self._waiter: asyncio.Future[None] | None = None
         self._on_disconnect: Callable[[], None] | None = None
-        self._head = b""  # of the response: it is written together with the first part of the body
+        self._head = b""  # The response head, written together with the first part of the body.
         self._chunked = False
-        self._remaining: int | None = None  # bytes of the response's body; None: not announced
+        self._remaining: int | None = None  # Bytes left of the content-length, if there is one.
 
-    # ---- for the application ---------------------------------------------------------------------
+    # ---- called by the application ---------------------------------------------------------------
 
     def whole_body(self) -> bytes | None:
-        """The request's body if all of it has arrived. None: receive it in parts. Most bodies
-        arrive with their heads, and receiving them costs more than reading them."""
+        """Return the body if all of it has arrived, or None if it must be received in parts.
+
+        Most bodies arrive together with the head. This call is then much cheaper than `receive`.
+        """
         if not self.complete or self.disconnected:
             return None
         data = bytes(self._body)
@@ -80,15 +82,17 @@ class HttpRequest:
 
     @property
     def write_paused(self) -> bool:
-        """The client reads slowly, and `send` would wait for it."""
+        """Return whether `send` would wait, because the client reads slowly."""
         return self.protocol.write_paused
 
     def abort(self) -> None:
         self.protocol.transport.abort()
 
     def on_disconnect(self, callback: Callable[[], None] | None) -> None:
-        """Call `callback` when the client leaves, or now if it has left. A task that listens would
-        cost ten times as much."""
+        """Call `callback` when the client disconnects, or now if it has disconnected.
+
+        A task that waits in `receive` would cost ten times as much.
+        """
         self._on_disconnect = callback
         if self.disconnected and callback is not None:
             callback()
@@ -119,13 +123,13 @@ class HttpRequest:
         else:
             raise RuntimeError(f"the ASGI message {message['type']} is out of order")
 
-    # ---- for the connection ----------------------------------------------------------------------
+    # ---- called by the connection ----------------------------------------------------------------
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         try:
             await app(scope, self.receive, self.send)
         except Exception:
-            log.exception("the application failed on a request")
+            log.exception("the application raised an exception for a request")
         if not (self.response_complete or self.disconnected):
             self.protocol.transport.abort()
 
@@ -150,8 +154,10 @@ class HttpRequest:
                 self._on_disconnect()
 
     def probe(self) -> None:
-        """Write something that a client ignores, and that makes the system of one that has left
-        reset the connection."""
+        """Write bytes that a client ignores.
+
+        If the client has disconnected, its system replies by resetting the connection.
+        """
         if not self.response_started:
             if not self._http_1_0:
                 self.protocol.transport.write(CONTINUE)
@@ -175,12 +181,12 @@ class HttpRequest:
     def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.response_started = True
         if not self.complete:
-            self.keep_alive = False  # the rest of the request is not read
+            self.keep_alive = False  # The rest of the request is not read.
         lines = [STATUS_LINE[status]]
         closes = False
         for name, value in (*self.protocol.context.state.default_headers, *headers):
             if CONTROL_CHARACTER.search(value):
-                raise ValueError(f"the header {name!r} has a control character")
+                raise ValueError(f"the header {name!r} contains a control character")
             if name == b"content-length":
                 self._remaining = int(value)
             elif name == b"connection" and value == b"close":
@@ -190,8 +196,7 @@ class HttpRequest:
         if without_body:
             self._remaining = 0
         elif self._remaining is None:
-            # A client of HTTP/1.0 knows no chunks: the end of the connection is the end of the
-            # body.
+            # HTTP/1.0 has no chunks: the end of the connection ends the body.
             self._chunked = not self._http_1_0
             self.keep_alive = self.keep_alive and self._chunked
         if self._chunked:
@@ -201,7 +206,7 @@ class HttpRequest:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")
         self._head = b"".join(lines)
-        if self._remaining is None:  # a stream: its first part may take a while
+        if self._remaining is None:  # The first part of a stream may take a while.
             self.protocol.transport.write(self._head)
             self._head = b""
 
@@ -215,7 +220,7 @@ class HttpRequest:
         elif self._remaining is not None:
             self._remaining -= len(data)
             if self._remaining < 0 or (last and self._remaining > 0):
-                raise RuntimeError("the body's length is not the content-length")
+                raise RuntimeError("the length of the body differs from the header content-length")
         if self._head:
             data = self._head + data
             self._head = b""

@@ -1,9 +1,9 @@
-"""Finds out whether a client is still there when reading from its connection no longer tells.
+"""Detects whether a client that has sent a FIN is still connected.
 
-A client that closes only its own direction (`shutdown(SHUT_WR)`) and waits for the reply sends the
-same FIN as one that has left. So the connection is probed: something that the client ignores is
-written to it. The system of a client that has left answers with a reset, which the state of the
-connection shows.
+A client that closes only its sending direction (`shutdown(SHUT_WR)`) and waits for the reply sends
+the same FIN as a client that closes the connection. The server tells them apart with a probe: it
+writes bytes that a client ignores. If the client has closed the connection, its system replies
+with a reset, which changes the state of the connection.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import asyncio
 import socket
 from typing import Any, Protocol
 
-FIRST_SECONDS = 0.1  # between the client's FIN and the first probe; later ones are further apart
+FIRST_SECONDS = 0.1  # The first probe follows the FIN after this time. The intervals then grow.
 MAX_SECONDS = 10.0
-RESET_SECONDS = 0.02  # a reset on the same machine arrives well within this time
-TCP_CLOSE = 7  # states that TCP_INFO tells on Linux
+RESET_SECONDS = 0.02  # A reset on the same machine arrives well within this time.
+TCP_CLOSE = 7  # TCP_INFO reports these states on Linux.
 TCP_CLOSE_WAIT = 8
 
 
@@ -23,7 +23,7 @@ class Probed(Protocol):
     transport: asyncio.Transport
 
     def needs_probe(self) -> bool:
-        """A request is in progress, and reading does not tell whether its client is there."""
+        """Return whether a request is in progress whose client has sent a FIN."""
 
     def probe(self) -> None: ...
 
@@ -63,7 +63,7 @@ class PeerProbe:
 
 
 def tcp_state(transport: asyncio.Transport) -> int | None:
-    """The state of the connection, or None on systems that do not tell it."""
+    """Return the TCP state of the connection, or None on systems that do not report it."""
     option = getattr(socket, "TCP_INFO", None)
     connection: Any = transport.get_extra_info("socket")
     if option is None or connection is None:

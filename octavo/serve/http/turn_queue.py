@@ -1,8 +1,8 @@
-"""Bounds how long one turn of the event loop spends on parsing the input of clients.
+"""Limits the time that one iteration of the event loop spends on parsing the input of clients.
 
-A connection parses a small part of its input at once. If more is left, it waits here. Each turn
-serves the waiting connections round robin for about a millisecond, so that no client, and no number
-of clients, holds up the others.
+A connection parses a small part of its input at a time. If more is left, the connection joins this
+queue. Each iteration serves the queue round robin for about a millisecond, so that no client and
+no number of clients can delay the others for long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TURN_SECONDS = 0.001
 
 
 class Parser(Protocol):
-    queued: bool  # it waits in the queue
+    queued: bool  # Whether the connection is in the queue.
 
     def parse_some(self) -> bool:
         """Parse a small part of the input. Returns True if more can be parsed now."""

@@ -1,12 +1,11 @@
-"""One WebSocket connection: uvicorn's protocol with bounds on what a client may make the event loop
-do.
+"""Extends uvicorn's WebSocket protocol with limits on the work that a client can cause.
 
-uvicorn parses everything that was read in one go, in Python, at some 20 microseconds for each
-frame. Here input is fed to it frame by frame, a few frames in each turn (see turn_queue.py), and
-not while a message waits for the application. Frames that carry little or nothing (pings, pongs and
-small fragments) are limited to `websocket_small_frames` a minute: beyond that the connection is
-closed with the code 1008. The bytes of a message are counted until it is parsed (see
-body_memory.py).
+uvicorn parses all the input of one read at once, in Python, and needs about 20 microseconds per
+frame. This protocol passes the input to uvicorn frame by frame, a few frames in each iteration of
+the event loop (see turn_queue.py), and stops while a message waits for the application. A client
+may send `websocket_small_frames` small frames (pings, pongs and small fragments) per minute. When
+it sends more, the connection is closed with the code 1008. The bytes of a message are counted until
+it is parsed (see body_memory.py).
 """
 
 from __future__ import annotations
@@ -29,43 +28,42 @@ from octavo.serve.http.http_request import error_response
 if TYPE_CHECKING:
     from octavo.serve.http.http_protocol import ServerContext
 
-FRAMES = 16  # frames, or parts of frames, that are parsed in one go
-PART = 64 * 2**10  # bytes of a frame that are parsed in one go
-HELD = 64 * 2**10  # bytes that may wait unparsed before reading stops
-SMALL = 1024  # bytes: a fragment below this size is a small frame
-BURST = 128  # small frames that may arrive at once
-UNREAD = 2**20  # bytes that may wait for the client to read them while it sends more
-LINGER_SECONDS = 1.0  # the client has so long to read why the connection is closed
+FRAMES = 16  # The number of frames, or parts of frames, that are parsed at a time.
+PART = 64 * 2**10  # The number of bytes of a frame that are parsed at a time.
+HELD = 64 * 2**10  # Reading stops when this many bytes wait unparsed.
+SMALL = 1024  # A fragment with fewer bytes is a small frame.
+BURST = 128  # This many small frames may arrive at once.
+UNREAD = 2**20  # A client that has this many bytes to read may not send more.
+LINGER_SECONDS = 1.0  # The client has this time to read the close frame.
 FIN = 0x80
 MASK = 0x80
 OPCODE = 0x0F
 MASK_BYTES = 4
-EXTENDED = 127  # eight bytes of length follow
+EXTENDED = 127  # Eight bytes of length follow.
 CONTINUATION = 0
-CLOSE = 8  # this opcode and those above it are control frames
+CLOSE = 8  # This opcode and all greater ones are control frames.
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    queued = False  # for TurnQueue
+    queued = False  # TurnQueue sets this.
 
     def __init__(self, context: ServerContext, connection: Connection):
         super().__init__(context.uvicorn, context.state, {})
         self.context = context
         self.connection = connection
         self._held = bytearray()
-        self._payload_left = 0  # bytes of the frame that is being parsed
+        self._payload_left = 0  # The bytes still to come of the frame that is being parsed.
         self._small_frames = Bucket(context.limits.websocket_small_frames, BURST)
-        # the first byte and the mask of a large frame that is being split
+        # The first byte and the mask of the large frame that is being split.
         self._fragment_head: tuple[int, bytes] | None = None
-        self._in_message = False  # the frame that is being parsed is part of a message
+        self._in_message = False  # The frame that is being parsed is part of a message.
         self._message_bytes = 0
-        self._memory: Held | None = None  # counts the bytes of the message
+        self._memory: Held | None = None  # This object counts the bytes of the message.
         self._reading = True
         self._failed = False
 
     def open(self, head: bytes, rest: bytes) -> None:
-        """Begin with the head of the request that asked for a WebSocket, and the bytes behind
-        it."""
+        """Start with the head of the upgrade request, and the bytes that followed it."""
         self.connection.owner = self
         self.connection.deadline = math.inf
         self.connection.enter(ConnectionState.BUSY)
@@ -108,11 +106,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self._failed:
             return
         if self.transport.get_write_buffer_size() > UNREAD:
-            self.transport.abort()  # it sends pings and does not read the pongs
+            self.transport.abort()  # The client sends pings and does not read the pongs.
             return
         self._held += data
         if self.queued:
-            self._update_reading()  # else libuv reads a socket up to 32 times in one turn
+            # Otherwise libuv reads from a socket up to 32 times in one iteration.
+            self._update_reading()
         elif self.parse_some():
             self.context.turns.add(self)
 
@@ -126,19 +125,21 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         return bool(piece) and not self._must_wait()
 
     def _must_wait(self) -> bool:
-        """A message waits for the application, or there is nothing to parse. Reading goes on, so
-        that a client that leaves is noticed."""
+        """Return whether a message waits for the application, or there is nothing to parse.
+
+        The socket is read meanwhile, so that a disconnect is detected.
+        """
         return self._failed or self.read_paused or not self._held or not self.handshake_complete
 
     def _next_piece(self) -> bytes:
-        """One frame, or a part of a large one. Nothing if not enough of it has arrived."""
+        """Return one frame or a part of a large frame, or no bytes if it has not arrived yet."""
         if self._payload_left == 0:
             head = self._frame_head()
             if head is None or not self._begin_frame(*head):
                 return b""
         available = min(len(self._held), self._payload_left, PART)
         if self._fragment_head is not None and available < self._payload_left:
-            available -= available % MASK_BYTES  # the mask begins anew with each fragment
+            available -= available % MASK_BYTES  # The mask starts again with each fragment.
             if available < SMALL:
                 return b""
         piece = bytes(self._held[:available])
@@ -151,8 +152,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def _begin_frame(self, head_size: int, length: int) -> bool:
         """Prepare for the frame whose head was read. Returns False if the head is not complete.
 
-        A large frame is passed to the parser as several fragments: the parser would copy the whole
-        of it twice in one go. A frame that the parser will refuse is passed on as it is."""
+        A large frame is passed to the parser as several fragments, because the parser would copy
+        a whole frame twice at once. A frame that the parser will refuse is passed on unchanged.
+        """
         masked = bool(self._held[1] & MASK)
         valid = masked and self._message_bytes + length <= self.context.limits.body_bytes
         self._fragment_head = None
@@ -168,7 +170,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         return True
 
     def _fragment(self, payload: bytes) -> bytes:
-        """A part of a large frame as a frame of its own."""
+        """Return a part of a large frame as a separate frame."""
         assert self._fragment_head is not None
         first, mask = self._fragment_head
         self._fragment_head = first & FIN | CONTINUATION, mask
@@ -177,7 +179,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         return bytes([first, MASK | EXTENDED]) + len(payload).to_bytes(8, "big") + mask + payload
 
     def handle_cont(self, event: Frame) -> None:
-        """Collect a message in one block, which grows in place."""
+        """Collect a message in one buffer, which grows in place."""
         if not isinstance(self.frames[0], bytearray):
             self.frames = [bytearray(self.frames[0])]  # type: ignore[list-item]
         self.frames[0] += event.data
@@ -185,8 +187,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.send_receive_event_to_app()
 
     def _count(self, size: int) -> bool:
-        """Count so many further bytes of the message. Returns False if the connection is closed
-        because of them."""
+        """Count `size` more bytes of the message. Returns False if this closes the connection."""
         if self._memory is None:
             client = self.scope["client"]
             self._memory = self.context.bodies.hold(client[0] if client else "")
@@ -197,8 +198,10 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         return refusal is None
 
     def _frame_head(self) -> tuple[int, int] | None:
-        """The sizes of a frame's head and payload. None: it is not complete, or one small frame too
-        many."""
+        """Return the sizes of a frame's head and payload.
+
+        Returns None if the head is not complete, or if the client has sent too many small frames.
+        """
         held = self._held
         if len(held) < 2:
             return None
@@ -217,12 +220,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._small_frames.take()
         self._in_message = opcode < CLOSE
         if opcode < CLOSE and self.connection.deadline == math.inf:
-            # the first frame of a message, which has to be complete in time
+            # This is the first frame of a message. The whole message must arrive before a deadline.
             self.connection.deadline = time.monotonic() + self.context.limits.body_seconds
         return 2 + extended + (4 if held[1] & MASK else 0), length
 
     def send_receive_event_to_app(self) -> None:
-        """Pass on a complete message, and parse no more until the application has received it."""
+        """Pass on a complete message, and stop parsing until the application has received it."""
         self.connection.deadline = math.inf
         data = self.frames[0]
         self.frames = []
@@ -232,13 +235,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self.close_sent:
             return
         message: Any = {"type": "websocket.receive", "octavo.memory": memory}
-        # A large text is passed on as bytes: decoding takes milliseconds, and the parser checks
-        # UTF-8.
+        # A large text is passed on as bytes. Decoding would take milliseconds here, and the JSON
+        # parser checks UTF-8 later.
         if self.curr_msg_data_type == "text" and len(data) <= PART:
             try:
                 message["text"] = data.decode()
             except UnicodeDecodeError:
-                self.fail(CloseCode.INVALID_DATA, "a text message is not UTF-8")
+                self.fail(CloseCode.INVALID_DATA, "a text message is not valid UTF-8")
                 return
         else:
             message["bytes"] = data
@@ -254,15 +257,15 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     async def send(self, message: Any) -> None:
         if message["type"] == "websocket.close":
-            self.read_paused = False  # messages are no longer received: parse up to the close frame
+            self.read_paused = False  # Parse up to the close frame without waiting for receives.
         await super().send(message)
         if message["type"] in ("websocket.accept", "websocket.close"):
             self.proceed()
         elif message["type"] == "websocket.http.response.body":
-            self.handshake_complete = True  # it was refused: without this uvicorn logs an error
+            self.handshake_complete = True  # Otherwise uvicorn logs an error about the refusal.
 
     def proceed(self) -> None:
-        """Parse the input that is held, and resume reading."""
+        """Parse the held input, and resume reading."""
         if self._held:
             self.context.turns.add(self)
         self._update_reading()
@@ -280,14 +283,17 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     # ---- the end ---------------------------------------------------------------------------------
 
     def fail(self, code: int, reason: str) -> None:
-        """Close the connection for something that the client did."""
+        """Send a close frame with this code and reason, and close the connection."""
         if not self._failed and self.handshake_complete:
             self.conn.fail(code, reason)
             self.handle_parser_exception()
 
     def handle_parser_exception(self) -> None:
-        """Write the close frame, and leave the client a moment to read it. uvicorn closes at once:
-        the system then resets the connection if the client has sent more, and the frame is lost."""
+        """Write the close frame, and give the client a moment to read it.
+
+        uvicorn would close the socket at once. If the client has sent more, the system then resets
+        the connection, and the close frame is lost.
+        """
         self._failed = True
         self._held.clear()
         close = self.conn.close_sent
@@ -305,8 +311,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.close_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def evict(self) -> None:
-        self.fail(CloseCode.TRY_AGAIN_LATER, "the server needs this idle connection for others")
+        self.fail(CloseCode.TRY_AGAIN_LATER, "the server is full and closes idle connections")
         self.transport.close()
 
     def deadline_passed(self) -> None:
-        self.fail(CloseCode.POLICY_VIOLATION, "the message was not complete in time")
+        self.fail(CloseCode.POLICY_VIOLATION, "the message did not arrive in time")
