@@ -188,7 +188,7 @@ def test_a_hanging_step_is_written_down_and_then_ended(mortal: Running) -> None:
     assert dump["event"] == "engine_stalled" and any(
         "hanging_engine.py" in line for line in dump["stacks"]
     )
-    assert "5 prompt tokens, waits" in dump["requests"][0]
+    assert "5 prompt tokens, waiting" in dump["requests"][0]
     mortal.wait()
     assert mortal.complete()["usage"]["completion_tokens"] == 4
 
@@ -472,7 +472,7 @@ def test_a_model_that_computes_no_numbers_is_not_served(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"].fill_(float("nan"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    says = "loads but does not run: the model's output holds no finite number"
+    says = "was loaded, but cannot run: the model's output holds no finite number"
     with pytest.raises(AssertionError, match=says), server(tmp_path, model=str(folder)):
         pass
 

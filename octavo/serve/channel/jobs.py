@@ -22,34 +22,33 @@ class Setup(msgspec.Struct, array_like=True):
 
     tokenizer_directory: str | None
     tokenizer_gguf: dict[str, Any] | None
-    chat_template: str | None  # replaces the model's own
+    chat_template: str | None  # It replaces the template of the model, unless it is None.
     vocab_size: int
     max_model_len: int
     limits: Limits
 
 
 class Parse(msgspec.Struct, tag=True, array_like=True):
-    """Parse a body. The result is a pair of the request and its unknown fields (see
-    parse.read_request)."""
+    """Parse a body. The result is the request and its unknown fields (see parse.read_request)."""
 
-    kind: str  # the name of a struct in protocol.py
-    data: bytes = b""  # the payload
+    kind: str  # The name of a struct in protocol.py.
+    data: bytes = b""  # The payload.
 
 
 class ParseMessage(msgspec.Struct, tag=True, array_like=True):
-    """Parse a gRPC message. The result is a pair like that of Parse."""
+    """Parse a gRPC message. The result is the request and its unknown fields."""
 
     kind: str
-    data: bytes = b""  # the payload
+    data: bytes = b""  # The payload.
 
 
 class Encode(msgspec.Struct, tag=True, array_like=True):
     """Tokenise texts. The result is a list of Encoded."""
 
     texts: list[str]
-    context: int  # a text with this many tokens is refused, unless `keep` is given
-    keep: int | None = None  # each text is truncated to this many of its last tokens
-    keep_first: bool = False  # keep the first tokens instead of the last
+    context: int  # A text with this many tokens is refused, unless `keep` is given.
+    keep: int | None = None  # Each text is truncated to this many of its last tokens.
+    keep_first: bool = False  # The first tokens are kept instead of the last.
     add_special_tokens: bool = True
     parse_special: bool = True
 
@@ -59,36 +58,35 @@ class EncodeChat(msgspec.Struct, tag=True, array_like=True):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    template: str | None  # from the client; None stands for the model's template
-    options: dict[str, Any]  # see octavo.text.chat.render_marked
+    template: str | None  # The client's template. None stands for the template of the model.
+    options: dict[str, Any]  # The options of octavo.text.chat.render_marked.
     context: int
     keep: int | None = None
     keep_first: bool = False
-    add_special_tokens: bool = False  # put BOS and EOS around the rendered text
+    add_special_tokens: bool = False  # BOS and EOS are put around the rendered text.
 
 
 class Tokenize(msgspec.Struct, tag=True, array_like=True):
-    """Answer a request to /tokenize. The result is JSON."""
+    """Compute the reply of /tokenize. The result is JSON."""
 
     what: Encode | EncodeChat
     token_strs: bool
 
 
 class Detokenize(msgspec.Struct, tag=True, array_like=True):
-    """Answer a request to /detokenize. The result is a Detokenized."""
+    """Compute the reply of /detokenize. The result is a Detokenized."""
 
-    data: bytes = b""  # the payload
+    data: bytes = b""  # The payload.
 
 
 class Decode(msgspec.Struct, tag=True, array_like=True):
     """Detokenise token ids. The result is a text."""
 
-    ids: bytes  # packed
+    ids: bytes  # The token ids, packed.
 
 
 class Compile(msgspec.Struct, tag=True, array_like=True):
-    """Compile a spec of structured output on trial. The result is None. An invalid spec raises an
-    error."""
+    """Compile a spec of structured output as a trial. Raises an error if the spec is invalid."""
 
     spec: StructuredOutputs
 
@@ -99,8 +97,10 @@ Job = Parse | ParseMessage | Encode | EncodeChat | Tokenize | Detokenize | Decod
 
 
 class JobDone(msgspec.Struct, tag=True, array_like=True):
-    """The result of a job. `retire` says that the process uses far more memory than at its start
-    and must be replaced."""
+    """The result of a job.
+
+    `retire` is true if the process uses far more memory than at its start and must be replaced.
+    """
 
     value: msgspec.Raw
     retire: bool = False
@@ -127,11 +127,10 @@ Reply = JobDone | JobRefused | JobFailed
 
 
 class Encoded(msgspec.Struct, array_like=True):
-    """The tokens of a text. They are packed, so that the event loop can unpack many of them in
-    several turns."""
+    """The tokens of a text. They are packed, so that the event loop can unpack a few at a time."""
 
     ids: bytes
-    total: int  # the number of tokens before the text was truncated
+    total: int  # The number of tokens before the text was truncated.
 
 
 class Tokens(NamedTuple):

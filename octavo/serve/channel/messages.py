@@ -1,5 +1,7 @@
-"""What the front and the engine say to each other: msgspec structs as msgpack. Data only, no
-sockets."""
+"""The messages between the front process and the engine process: msgspec structs, sent as msgpack.
+
+All times are values of time.monotonic(), which is the same clock in every process of a machine.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,25 @@ from octavo.types import Output
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """The first message: what to load."""
+    """The first message to the engine: the model to load, and the options."""
 
     model: str | None
     options: EngineOptions
-    check_interval: float = 0.0  # seconds between two checks of the scheduler's invariants; 0: none
+    # Seconds between two checks of the scheduler's invariants. 0 turns the checks off.
+    check_interval: float = 0.0
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
     id: str
     prompt: list[int]
     params: SamplingParams
-    arrival: float  # time.monotonic(), the same clock in every process of a machine
+    arrival: float
     salt: str
     priority: int = 0
-    deadline: float | None = None  # on the same clock
+    deadline: float | None = None
     key: str = ""
-    submitted: float = 0.0  # when it left the front, on the same clock
-    # not streamed: send the first token, then the rest at the end
+    submitted: float = 0.0  # The time at which the front process sent the request.
+    # If the reply is not streamed, the engine sends the first token, and the others at the end.
     send_at_end: bool = False
 
 
@@ -41,15 +44,14 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
-    """The text of one sequence is over: it met a stop string, or the one call of a tool that was
-    wanted."""
+    """End a sequence, because its text contains a stop string or a complete tool call."""
 
     id: str
     index: int
 
 
 class ViewRequest(msgspec.Struct, tag=True, array_like=True):
-    """A live page is open: the engine answers with a Heartbeat and a View, before its next step."""
+    """Ask the engine for a Heartbeat and a View before its next step, because a page is open."""
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
@@ -62,14 +64,14 @@ ToEngine = Start | Add | Abort | Stop | ViewRequest | Shutdown
 
 
 class Phase(msgspec.Struct, tag=True, array_like=True):
-    """How far the start is: importing, loading, allocating, warming."""
+    """The phase of the start: importing, loading, allocating or warming."""
 
     name: str
     fraction: float | None = None
 
 
 class Loaded(msgspec.Struct, tag=True, array_like=True):
-    """What the front needs to know of the model."""
+    """The properties of the model that the front process needs."""
 
     vocab_size: int
     max_model_len: int
@@ -85,16 +87,18 @@ class Loaded(msgspec.Struct, tag=True, array_like=True):
     tokenizer_directory: str | None
     tokenizer_gguf: dict[str, Any] | None
     kv_dtype: str = ""
-    # tokens that a sequence keeps, where its KV is bounded: replies may then go on beyond the
-    # context
+    # With bounded KV, the number of positions that a sequence keeps. A reply may then be longer
+    # than the context. 0 means that KV is not bounded.
     kv_budget: int = 0
-    # sampling parameters of requests that leave them out (generation_config.json)
+    # Defaults of sampling parameters that a request does not set (generation_config.json).
     sampling: dict[str, int | float] = {}
 
     @property
     def longest(self) -> int:
-        """Tokens, prompt and reply, that one sequence can have: the context's, or what the pool
-        holds and one more."""
+        """The most tokens of prompt and reply together.
+
+        This is the size of the context, or one more than the pool holds if that is less.
+        """
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
 
@@ -103,19 +107,19 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 
 
 class StepOutputs(msgspec.Struct, tag=True, array_like=True):
-    """What a step brought, and the requests that have begun."""
+    """The outputs of a step, and the requests that have started."""
 
     outputs: list[Output]
-    begun: list[tuple[str, float]]  # and when, by time.monotonic(), which all processes share
-    steps: list[int] = []  # tokens computed in each, since the last message
-    unsent_tokens: int = 0  # tokens that were generated but never sent: their request was aborted
-    # Seconds that the longest step in flight or about to start may take, if it is long; else 0.
+    begun: list[tuple[str, float]]  # The requests that have started, and when.
+    steps: list[int] = []  # The number of tokens of each step since the last message.
+    unsent_tokens: int = 0  # Tokens of aborted requests that were generated but never sent.
+    # Seconds that the longest step in flight or about to start may take, or 0 if it is not long.
     step_seconds: float = 0.0
-    full: bool = False  # waiting requests lack slots, blocks or a batch
+    full: bool = False  # Requests wait for batch slots, blocks or a batch.
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
-    """A request that can never run."""
+    """The engine has refused a request, because it can never run."""
 
     id: str
     message: str
@@ -124,14 +128,16 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
 
 
 class Accepted(msgspec.Struct, tag=True, array_like=True):
-    """Its structured output is compiled, and the request queued: nothing in it will be refused any
-    more."""
+    """The structured output of a request is compiled, and the request is in the queue.
+
+    The engine does not refuse the request after this message.
+    """
 
     id: str
 
 
 class Heartbeat(msgspec.Struct, tag=True, array_like=True):
-    """The engine process is alive, and this is its state. Counters count from its start."""
+    """The state of the engine process, sent regularly. Counters count from its start."""
 
     steps: int = 0
     running: int = 0
@@ -145,51 +151,51 @@ class Heartbeat(msgspec.Struct, tag=True, array_like=True):
     generated_tokens: int = 0
     preemptions: int = 0
     copies: int = 0
-    prefill_tokens: int = 0  # planned so far, by kind
+    prefill_tokens: int = 0  # Both count planned tokens.
     decode_tokens: int = 0
-    seconds: dict[str, float] = {}  # of plan, launch, wait and commit
+    seconds: dict[str, float] = {}  # The time spent in plan, launch, wait and commit.
     recomputed_tokens: int = 0
-    # Counters and state of the tiers below the device; empty: there are none.
+    # Counters and state of the tiers below the device. It is empty if there are none.
     tiers: dict[str, float] = {}
-    tier_misses: dict[str, int] = {}  # by reason
+    tier_misses: dict[str, int] = {}  # The misses by reason.
     guides_compiled: int = 0
-    guides_cached: int = 0  # requested when they were compiled already, or being compiled
-    guide_seconds: float = 0.0  # of compiling
-    checks: int = 0  # of the scheduler's invariants
+    guides_cached: int = 0  # Requests whose guide was compiled already, or being compiled.
+    guide_seconds: float = 0.0  # The time spent on compiling guides.
+    checks: int = 0  # Checks of the scheduler's invariants.
     check_failures: int = 0
-    shrunk: int = 0  # steps that were too large for the device's memory
+    shrunk: int = 0  # Steps that were too large for the memory of the device.
 
 
 class Shown(msgspec.Struct, array_like=True):
     """A sequence as the live page shows it: ids, lengths and states, no tokens."""
 
-    id: int  # Sequence.id; 0: the scheduler does not have it yet
+    id: int  # Sequence.id, or 0 if the scheduler does not have the sequence yet.
     request: str
     index: int
-    state: str  # waiting, prefill or decode
-    prompt: int  # tokens
-    generated: int  # tokens
-    limit: int  # of prompt and generated tokens
-    computed: int  # positions
-    cached: int  # positions found in the prefix cache when it was admitted
+    state: str  # "waiting", "prefill" or "decode".
+    prompt: int  # The number of prompt tokens.
+    generated: int  # The number of generated tokens.
+    limit: int  # The most tokens of prompt and reply together.
+    computed: int  # The number of computed positions.
+    cached: int  # The positions that were in the prefix cache at admission.
     blocks: int
     preemptions: int
-    reason: str  # why it waits
+    reason: str  # The reason why it waits.
 
 
 class Step(msgspec.Struct, array_like=True):
-    """A planned step. Lists hold the first few entries; `more` counts those that were left out."""
+    """A planned step. Each list holds its first few entries, and `more` counts the others."""
 
     step: int
-    decode: int  # decoding sequences
-    prefill: int  # tokens
-    chunks: list[tuple[int, int, int]]  # Sequence.id, first position, tokens
-    preempted: list[tuple[int, str, str]]  # Sequence.id, request, reason
-    # Blocks: stores, loads, copies, shifts, saves, fetches. Zeros are left out.
+    decode: int  # The number of decoding sequences.
+    prefill: int  # The number of prefill tokens.
+    chunks: list[tuple[int, int, int]]  # (Sequence.id, first position, tokens)
+    preempted: list[tuple[int, str, str]]  # (Sequence.id, request, reason)
+    # Blocks that are moved: stores, loads, copies, shifts, saves and fetches. Zeros are left out.
     moves: dict[str, int]
     urgent: bool = False
     more: int = 0
-    seconds: float = 0.0  # 0: it has not landed
+    seconds: float = 0.0  # The duration, or 0 while the step is in flight.
 
 
 class ShownEvent(msgspec.Struct, array_like=True):
@@ -197,40 +203,40 @@ class ShownEvent(msgspec.Struct, array_like=True):
 
     number: int
     step: int
-    kind: str  # arrived, forked, admitted, waiting, preempted, done, failed or blocks
+    # "arrived", "forked", "admitted", "waiting", "preempted", "done", "failed" or "blocks".
+    kind: str
     request: str = ""
     index: int = 0
     tokens: int = 0
-    cached: int = 0  # tokens found in the prefix cache
+    cached: int = 0  # The tokens that were in the prefix cache.
     reason: str = ""
-    moves: dict[str, int] = {}  # as in Step
+    moves: dict[str, int] = {}  # Blocks that are moved, as in Step.
 
 
 class View(msgspec.Struct, tag=True, array_like=True):
-    """What the live page shows of the engine between two steps. Its size is bounded, whatever the
-    engine's is."""
+    """The state of the engine between two steps, for the live page. Its size is bounded."""
 
-    sequences: list[Shown]  # the first few: decoding, prefilling, waiting
+    sequences: list[Shown]  # The first few sequences: decoding, then prefilling, then waiting.
     decoding: int
     prefilling: int
     waiting: int
-    # A picture of the block pool. The lists have an entry for each cell.
-    blocks: int  # blocks in each cell but the last
-    used: list[int]  # blocks that a sequence holds
-    shared: list[int]  # blocks that several sequences hold
-    cached: list[int]  # blocks that no sequence holds and whose content is known
-    owner: list[int]  # Sequence.id of a sequence that holds a block of the cell; 0: none
-    steps: list[Step]  # since the last view
-    steps_missed: int  # steps before those that were left out
-    ended: list[tuple[str, int, str]]  # since the last view: request, index, reason
+    # The block pool as a row of cells. Each list has an entry for each cell.
+    blocks: int  # The number of blocks in each cell except the last.
+    used: list[int]  # Blocks that a sequence holds.
+    shared: list[int]  # Blocks that several sequences hold.
+    cached: list[int]  # Blocks that no sequence holds and whose content is known.
+    owner: list[int]  # The Sequence.id of a sequence that holds a block of the cell, or 0.
+    steps: list[Step]  # The latest steps since the last view.
+    steps_missed: int  # The number of earlier steps that are left out.
+    ended: list[tuple[str, int, str]]  # (request, index, reason) since the last view.
     ended_missed: int
-    events: list[ShownEvent]  # since the last view, in the order in which they happened
+    events: list[ShownEvent]  # The events since the last view, in their order.
     events_missed: int
-    seconds: float = 0.0  # time to build this view and the heartbeat before it
+    seconds: float = 0.0  # The time to build this view and the heartbeat before it.
 
 
 class EngineFailed(msgspec.Struct, tag=True, array_like=True):
-    """The model cannot be served, and why; the engine ends."""
+    """The engine cannot serve the model for this reason, and ends."""
 
     message: str
 

@@ -1,17 +1,16 @@
-"""The sockets between the front and the engine process. A message is its length and then msgpack.
+"""The sockets between the front process and the engine process.
 
-    FrontLink    the front's end, in its event loop
-    EngineLink   the engine's end; the thread that runs steps and the heartbeat thread send with it
+    FrontLink    is the end of the front process, used by its event loop
+    EngineLink   is the end of the engine process, used by its main and heartbeat threads
 
-The two sockets are a connected pair without a name, so no other process can connect to them. The
-engine inherits its end. Each engine process has a new pair, so that a message of an earlier engine
-is never taken for one of its successor. Sending never blocks: data that the socket has no room for
-is kept and sent later. Bytes go from process to process without a thread in between. With the two
-threads of ZeroMQ a message took 0.2 ms longer to an idle engine and 0.1 ms longer back
-(docs/LOG.md, "The link").
+A message is its length followed by msgpack. The two sockets are a connected pair without a name,
+so no other process can connect to them. The engine process inherits its end. Each engine process
+gets a new pair, so that a message from an earlier engine process cannot be mistaken for a new one.
+Sending never blocks: data for which the socket has no room is kept and sent later. There is no
+extra thread between the processes. With the two threads of ZeroMQ, a message to an idle engine took
+0.2 ms longer, and a reply 0.1 ms (docs/LOG.md, "The link").
 
-This module handles bytes, their order and the turns of the event loop. It does not interpret
-messages.
+This module handles bytes and their order. It does not interpret messages.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from octavo.serve.channel.messages import (
 
 log = logging.getLogger(__name__)
 LENGTH = struct.Struct("<I")
-READ_SIZE = 2**18  # bytes that are read at a time
-SMALL_MESSAGE = 2**16  # bytes: smaller messages are joined, so that fewer parts are sent
-LONGEST_WAIT = 0.001  # seconds for which a message may wait for others to be sent with it
-CLOSE_SECONDS = 0.5  # the time in which an engine that ends can send its last message
+READ_SIZE = 2**18  # The number of bytes that are read at a time.
+SMALL_MESSAGE = 2**16  # Messages with fewer bytes are joined, so that fewer parts are sent.
+LONGEST_WAIT = 0.001  # A message may wait this many seconds for others to be sent with it.
+CLOSE_SECONDS = 0.5  # An engine process that ends has this time to send its last message.
 
 
 def frame(data: bytes) -> bytes:
@@ -54,7 +53,7 @@ def frame(data: bytes) -> bytes:
 
 
 def frames(*messages: bytes | bytearray) -> list[bytes | bytearray]:
-    """Several messages as parts to send. Large messages are not copied."""
+    """Return the parts to send for several messages. Large messages are not copied."""
     parts: list[bytes | bytearray] = []
     joined = b""
     for message in messages:
@@ -68,22 +67,23 @@ def frames(*messages: bytes | bytearray) -> list[bytes | bytearray]:
 
 
 class Pipe:
-    """One end of a socket pair. It receives whole messages, and sends as many bytes as the socket
-    has room for."""
+    """One end of a socket pair.
+
+    It receives whole messages, and sends as many bytes as the socket has room for.
+    """
 
     def __init__(self, end: socket.socket):
         end.setblocking(False)
         self.socket = end
-        self.closed = False  # whether the other side has closed its end
+        self.closed = False  # True means that the other process has closed its end.
         self._received = bytearray()
-        # A message of more than READ_SIZE bytes that is incomplete, and how much of it is there.
+        # An incomplete message of more than READ_SIZE bytes, and how many of them have arrived.
         self._large: bytearray | None = None
         self._large_size = 0
         self._unsent: deque[memoryview] = deque()
 
     def receive(self) -> list[bytes | bytearray] | None:
-        """Read once. Returns the messages that are complete now, or None if there is nothing to
-        read."""
+        """Read once. Returns the complete messages, or None if there is nothing to read."""
         try:
             if self._large is not None:
                 return self._receive_large(self._large)
@@ -110,8 +110,7 @@ class Pipe:
         return messages
 
     def _begin_large(self, start: int, length: int) -> None:
-        """Prepare to receive the rest of a large message in place, because copying it would take
-        milliseconds."""
+        """Prepare to receive a large message in place, because a copy would take milliseconds."""
         beginning = self._received[start + LENGTH.size :]
         self._received.clear()
         self._large = bytearray(length)
@@ -140,44 +139,46 @@ class Pipe:
         except BlockingIOError:
             self._unsent.appendleft(first)
         except OSError as error:
-            if error.errno in (errno.ENOBUFS, errno.ENOMEM):  # the system is short of memory
+            if error.errno in (errno.ENOBUFS, errno.ENOMEM):  # The system is short of memory.
                 self._unsent.appendleft(first)
-            else:  # The other process has ended, which its supervisor notices.
+            else:  # The other process has ended. The supervisor detects that.
                 self._unsent.clear()
         return not self._unsent
 
 
 class FrontLink:
-    """The front's end of the channel.
+    """The end of the channel in the front process.
 
-    While the engine is idle, the messages of consecutive turns of the event loop are sent together:
-    when a turn adds no message, or when the first has waited for LONGEST_WAIT. Requests that arrive
-    together thus reach the engine together. Otherwise the engine would start a step with the first
-    one alone, the others would wait for that step, and the engine would compete for the front's
-    cores while the front still reads requests. A busy engine receives each message at once and
-    handles it before its next step."""
+    While the engine is idle, messages are collected until an iteration of the event loop adds none,
+    or until the first one has waited for LONGEST_WAIT. Requests that arrive together then reach
+    the engine together. Otherwise the engine would start a step with the first request alone, and
+    the others would wait for that step. A busy engine receives each message at once and handles
+    it before its next step.
+    """
 
     def __init__(
         self,
         deliver: Callable[[ToFront], None],
         requested: Callable[[], float] = lambda: 0,
     ):
-        """`requested` returns the number of requests for the engine, unsent ones included."""
+        """Create the link. `requested` returns the number of open requests, sent or unsent."""
         mine, self.other = socket.socketpair()
         self._pipe = Pipe(mine)
         self._descriptor = mine.fileno()
         self._deliver = deliver
         self._requested = requested
         self._unsent: list[ToEngine] = []
-        self._callbacks: list[Callable[[], None]] = []  # called when the messages have been sent
-        self._since = 0.0  # when the first unsent message was added
+        self._callbacks: list[Callable[[], None]] = []  # They run when the messages are sent.
+        self._since = 0.0  # The time at which the first unsent message was added.
         self._open = True
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._readable)
 
     def given(self) -> None:
-        """Close the front's copy of the engine's end, once the engine process has inherited it. The
-        front can then notice that the engine closes it."""
+        """Close this process's copy of the engine's end, after the engine process inherited it.
+
+        This process can then detect that the engine process closes its end.
+        """
         self.other.close()
 
     def send(self, message: ToEngine, on_sent: Callable[[], None] | None = None) -> None:
@@ -193,8 +194,7 @@ class FrontLink:
             self._flush()
 
     def _end_turn(self, count_before: int) -> None:
-        """Send the messages if none was added since there were `count_before`, or if they have
-        waited for too long."""
+        """Send the messages if there are still `count_before`, or if they have waited too long."""
         waited = time.monotonic() - self._since
         if len(self._unsent) > count_before and waited < LONGEST_WAIT:
             self._loop.call_soon(self._end_turn, len(self._unsent))
@@ -218,7 +218,7 @@ class FrontLink:
             except Exception:  # The other messages must be sent all the same.
                 log.exception("cannot encode a message to the engine")
                 if type(message) is Add:
-                    refusal = Refused(message.id, "this request cannot be sent to the engine")
+                    refusal = Refused(message.id, "the request cannot be sent to the engine")
                     self._loop.call_soon(self._deliver, refusal)
         if not self._pipe.send(b"".join(encoded)):
             self._loop.add_writer(self._descriptor, self._writable)
@@ -230,8 +230,7 @@ class FrontLink:
             self._loop.remove_writer(self._descriptor)
 
     def _readable(self) -> bool:
-        """Read once and deliver the complete messages. Returns whether there was something to
-        read."""
+        """Read once and deliver the complete messages. Returns whether anything was read."""
         messages = self._pipe.receive()
         for data in messages or ():
             try:
@@ -272,8 +271,7 @@ class EngineLink:
                 self.stuck.set()
 
     def push(self, seconds: float) -> None:
-        """Wait at most so many seconds until the socket has room, and send the data that was
-        kept."""
+        """Wait until the socket has room, at most `seconds`, and send the data that was kept."""
         writable = select.poll()
         writable.register(self._pipe.socket, select.POLLOUT)
         writable.poll(max(seconds, 0) * 1000)
@@ -282,8 +280,11 @@ class EngineLink:
                 self.stuck.clear()
 
     def receive(self, seconds: float | None) -> ToEngine | None:
-        """Return the next message, or None if none arrives within `seconds`. With None it waits for
-        ever. Returns Shutdown if the front has ended."""
+        """Return the next message, or None if none arrives within `seconds`.
+
+        Without a limit (None), wait until a message arrives. Returns Shutdown if the front process
+        has ended.
+        """
         while True:
             if not self._messages:
                 timeout = None if seconds is None else seconds * 1000
@@ -300,14 +301,14 @@ class EngineLink:
             try:
                 return decode_to_engine(data)
             except msgspec.ValidationError as error:
-                # The front validates requests, so this is a mistake in the front.
+                # The front process validates requests, so only a bug there can cause this.
                 log.error("cannot decode a message to the engine: %s", error)
                 fields: list[Any] = msgspec.msgpack.decode(data, type=list)
                 if fields[0] == "Add":
-                    self.send(Refused(str(fields[1]), "the engine cannot use this request"))
+                    self.send(Refused(str(fields[1]), "the engine cannot decode this request"))
 
     def close(self) -> None:
-        """Send the data that was kept, as far as that takes at most CLOSE_SECONDS."""
+        """Send the data that was kept, for at most CLOSE_SECONDS."""
         deadline = time.monotonic() + CLOSE_SECONDS
         while self.stuck.is_set() and time.monotonic() < deadline:
             self.push(deadline - time.monotonic())

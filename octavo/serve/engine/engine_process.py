@@ -1,12 +1,13 @@
-"""The engine process: it builds the model, then runs steps for ever. It serves the front that
-started it, and ends with it.
+"""The main program of the engine process, which loads the model and runs steps.
 
-    main thread    receives messages, runs steps, sends results; sleeps in the socket while it is idle
-    guide threads  compile structured output (octavo/text/guide.py); the request is held meanwhile
-    heartbeat      sends a heartbeat four times a second, and what the socket had no room for
+The process ends when the front process that started it ends. It has these threads:
 
-The queue of the socket is the inbox, and sending never waits (sockets.py). This process knows
-tokens and no text. It installs no signal handlers, except one that writes all stacks to a file.
+    main thread    receives messages, runs steps and sends results; it waits on the socket when idle
+    guide threads  compile structured output (octavo/text/guide.py) while the request is held
+    heartbeat      sends a heartbeat four times a second, and data for which the socket had no room
+
+Messages wait in the queue of the socket, and sending never blocks (sockets.py). This process
+handles tokens, not text. Its only signal handler writes the stacks of all threads to a file.
 """
 
 from __future__ import annotations
@@ -61,20 +62,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 0.25
-# Operations per second that the slowest core and the slowest GPU reach.
+# Operations per second of the slowest core and the slowest GPU that are supported.
 SLOWEST = {"cpu": 5e9, "cuda": 5e13}
-POLL_SECONDS = 0.002  # between two checks of guides that are being compiled, in an idle engine
-MAX_DUMPED = 64  # sequences, and blocks of each, in the log after a violated invariant
+POLL_SECONDS = 0.002  # An idle engine checks this often whether guides are compiled.
+MAX_DUMPED = 64  # The log of a violated invariant has this many sequences, and blocks of each.
 HOST_TIMES = ("plan", "launch", "wait", "commit")
 
 
 class DeviceLost(OctavoError):
-    """After an illegal access or a failed assertion on the device, this process can compute nothing
-    more."""
+    """The device is unusable in this process, after an illegal access or a failed assertion."""
 
 
 class EngineLoop:
-    # Returns whether the device still computes. Called when a step has failed.
+    # This function is called after a failed step, and returns whether the device is usable.
     alive: Callable[[], bool] = staticmethod(lambda: True)
 
     def __init__(
@@ -85,8 +85,12 @@ class EngineLoop:
         check_interval: float = 0.0,
         seconds_per_token: float = 0.0,
     ):
-        """`check_interval`: seconds between two checks of the scheduler's invariants; 0: none.
-        `seconds_per_token`: what a token of a prompt takes on the slowest machine."""
+        """Create the loop.
+
+        `check_interval` is the number of seconds between two checks of the scheduler's invariants,
+        and 0 turns the checks off. `seconds_per_token` is the time of a prompt token on the slowest
+        supported machine.
+        """
         self.engine = engine
         self.link = link
         self.guides = guides
@@ -94,13 +98,13 @@ class EngineLoop:
         self.checked = time.monotonic()
         self.checks = 0
         self.check_failures = 0
-        self.held: dict[str, tuple[Add, Compilation]] = {}  # requests whose guide is being compiled
-        # Requests that are not streamed: the tokens of each sequence after its first one.
+        self.held: dict[str, tuple[Add, Compilation]] = {}  # Their guides are being compiled.
+        # For requests that are not streamed: the tokens of each sequence after its first one.
         self.unsent_tokens: dict[str, dict[int, list[int]]] = {}
         self.counts = StepCounts(engine.events)
         self.long_steps = LongSteps(engine.events, seconds_per_token, self._announce_long_step)
-        self.viewer: Viewer | None = None  # while a live page is open
-        # As the front last learnt them.
+        self.viewer: Viewer | None = None  # It exists while a live page is open.
+        # The values that were last sent to the front process.
         self.step_seconds = 0.0
         self.full = False
         self.heartbeat = Heartbeat()
@@ -121,7 +125,7 @@ class EngineLoop:
             outputs = engine.step()
             failed = any(output.finish_reason == "error" and not output.code for output in outputs)
             if failed and not self.alive():
-                raise DeviceLost("the device computes nothing more")
+                raise DeviceLost("the device is no longer usable in this process")
             self.send(outputs)
             now = time.monotonic()
             is_idle = engine.idle and not self.held
@@ -135,7 +139,7 @@ class EngineLoop:
                     self.link.send(self.heartbeat)
 
     def _receive_timeout(self) -> float | None:
-        """Return how long to wait for a message. None: until one arrives."""
+        """Return how many seconds to wait for a message, or None to wait without a limit."""
         if not self.engine.idle:
             return 0.0
         return POLL_SECONDS if self.held else None
@@ -156,7 +160,7 @@ class EngineLoop:
             engine.stop(message.id, message.index)
 
     def _abort(self, request_ids: list[str]) -> None:
-        num_unsent = 0  # tokens
+        num_unsent = 0
         for request_id in request_ids:
             self.held.pop(request_id, None)
             num_unsent += sum(map(len, self.unsent_tokens.pop(request_id, {}).values()))
@@ -199,8 +203,7 @@ class EngineLoop:
         return True
 
     def _add_compiled(self) -> None:
-        """Queue the held requests whose guide is compiled, and refuse those whose guide cannot
-        be."""
+        """Queue held requests whose guide is compiled, and refuse those with an invalid guide."""
         for request_id, (message, compilation) in list(self.held.items()):
             try:
                 guide = compilation.poll()
@@ -214,7 +217,7 @@ class EngineLoop:
             del self.held[request_id]
 
     def send(self, outputs: list[Output]) -> None:
-        """Send the outputs of a step, and what else the front must know."""
+        """Send the outputs of a step, and changes of state that the front process needs."""
         started = self.counts.take_started()
         self._close_idle_viewer()
         if self.unsent_tokens:
@@ -222,7 +225,7 @@ class EngineLoop:
         before = (self.step_seconds, self.full)
         self.step_seconds = self.long_steps.longest
         self.full = self.engine.scheduler.saturated
-        # Steps of requests that were aborted: no other message would count them.
+        # If all requests were aborted, no later message would report these steps.
         has_last_steps = self.counts.has_steps and self.engine.idle
         if outputs or started or has_last_steps or (self.step_seconds, self.full) != before:
             steps = self.counts.take_step_tokens()
@@ -231,14 +234,17 @@ class EngineLoop:
             )
 
     def _announce_long_step(self, seconds: float) -> None:
-        """A long step is about to be launched: the front must not take the engine for hung, nor a
-        request that starts with it for waiting."""
+        """Report a long step before it is launched.
+
+        The watchdog then does not count it as a hang, and the requests that start with it count as
+        started.
+        """
         self.step_seconds = max(seconds, self.step_seconds)
         started = self.counts.take_started()
         self.link.send(StepOutputs([], started, [], step_seconds=self.step_seconds, full=self.full))
 
     def _send_view(self) -> None:
-        """A live page is open: send a heartbeat and a view."""
+        """Send a heartbeat and a view for the live page."""
         self._close_idle_viewer()
         if self.viewer is None:
             self.viewer = Viewer(self.engine, self.held)
@@ -256,8 +262,11 @@ class EngineLoop:
             self.viewer = None
 
     def _is_due(self, output: Output) -> bool:
-        """Return whether an output is sent now. The tokens of a request that is not streamed are
-        sent with its end: a message for each token is most of what such a request costs."""
+        """Return whether an output is sent now.
+
+        If a request is not streamed, its tokens are sent with its last output, because a message
+        for each token would be most of its cost.
+        """
         tokens_by_index = self.unsent_tokens.get(output.request_id)
         if tokens_by_index is None:
             return True
@@ -273,8 +282,10 @@ class EngineLoop:
         return True
 
     def _check(self) -> None:
-        """Check the scheduler's invariants. A violation is logged and counted, and the engine goes
-        on: the operator decides."""
+        """Check the scheduler's invariants.
+
+        A violation is logged and counted, and the engine continues. The operator can then decide.
+        """
         scheduler = self.engine.scheduler
         self.checks += 1
         try:
@@ -303,7 +314,7 @@ class EngineLoop:
             for block in seq.block_table
             if pool.hashes[block] is not None
         }
-        # The same number as pool.num_cached, which counts blocks one by one: 2 ms for 32K blocks.
+        # This equals pool.num_cached, which counts blocks one by one and takes 2 ms for 32K blocks.
         num_cached = len(pool.hash_index) - len(used_and_hashed)
         guides = self.guides
         self.heartbeat = Heartbeat(
@@ -447,11 +458,11 @@ def smoke_test(engine: Engine) -> None:
         while not engine.idle:
             for output in engine.step():
                 if output.finish_reason == "error":
-                    raise OctavoError(f"the model loads but does not run: {output.error}")
+                    raise OctavoError(f"the model was loaded, but cannot run: {output.error}")
 
 
 def slowest_token(llm: LLM) -> float:
-    """Return the seconds that a prompt token takes on the slowest machine worth supporting."""
+    """Return the seconds that a prompt token takes on the slowest supported machine."""
     import torch
 
     from octavo.memory import parameter_count
@@ -461,8 +472,10 @@ def slowest_token(llm: LLM) -> float:
 
 
 def device_alive(llm: LLM) -> bool:
-    """Return whether the device still computes. After an error on a GPU every later call reports
-    it, and only a new process helps."""
+    """Return whether the device is still usable.
+
+    After a fatal error on a GPU, every later call in the same process fails too.
+    """
     if llm.device.type != "cuda":
         return True
     import torch
@@ -475,8 +488,11 @@ def device_alive(llm: LLM) -> bool:
 
 
 def main(end: str, stacks: int) -> int:
-    """Run the engine process. `end` is the descriptor of its end of the link. `stacks` is the
-    descriptor of the file to which SIGUSR1 writes the stacks of all threads."""
+    """Run the engine process.
+
+    `end` is the descriptor of its end of the channel. `stacks` is the descriptor of the file to
+    which SIGUSR1 writes the stacks of all threads.
+    """
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="engine: %(levelname)s %(message)s")
@@ -507,13 +523,14 @@ def main(end: str, stacks: int) -> int:
     loop.alive = lambda: device_alive(llm)
     heartbeats.loop = loop
     gc.collect()
-    gc.freeze()  # what is here stays: walking it takes 50 ms and more, in the middle of a step
+    # These objects are permanent. Visiting them takes the collector 50 ms or more during a step.
+    gc.freeze()
     link.send(Ready())
     try:
         loop.run()
     except DeviceLost as error:
-        log.critical("%s: this process ends, and another is started", error)
-        os._exit(3)  # nothing that touches the device would come to an end
+        log.critical("%s: the engine process exits, and a new one is started", error)
+        os._exit(3)  # A normal exit would use the device, and would hang.
     llm.close()
     return 0
 

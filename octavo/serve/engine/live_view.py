@@ -1,8 +1,9 @@
-"""What the live page shows of the engine. The engine builds a view between two steps, on request.
+"""Builds the view of the engine that the live page shows.
 
-A viewer exists only while a page is open. It listens to the engine's events and keeps the latest
-ones in a short form. States and lengths are read from the scheduler when a view is requested; no
-token goes into a view. Only the engine's thread uses it.
+The engine builds a view between two steps when the front process requests one. A viewer exists only
+while a page is open. It listens to the engine's events and keeps the latest ones in a short form.
+It reads states and lengths from the scheduler when a view is requested. A view contains no tokens.
+Only the main thread of the engine process uses it.
 """
 
 from __future__ import annotations
@@ -30,17 +31,16 @@ from octavo.events import (
 from octavo.serve.channel.messages import Shown, ShownEvent, Step, View
 from octavo.types import Sequence
 
-MAX_CELLS = 1024  # of the picture of the block pool
-# Entries of a view.
+MAX_CELLS = 1024  # The number of cells that show the block pool.
+# The most entries of a view.
 MAX_SEQUENCES = 256
 MAX_STEPS = 128
 MAX_EVENTS = 256
 MAX_ENDED = 128
-MAX_STEP_ENTRIES = 8  # entries of each list of a step
-MAX_OWNERS = (
-    8192  # block table entries that are read to find the owners of cells: half a millisecond
-)
-IDLE_SECONDS = 30.0  # without a request for a view, after which the viewer ends: longer than a step
+MAX_STEP_ENTRIES = 8  # The most entries in each list of a step.
+# The owners of cells are found by reading this many block table entries, in half a millisecond.
+MAX_OWNERS = 8192
+IDLE_SECONDS = 30.0  # A viewer is closed after this time without a request for a view.
 MOVES = ("stores", "loads", "copies", "shifts", "saves", "fetches")
 KINDS: tuple[type[Event], ...] = (
     Arrived, Forked, Admitted, NotAdmitted, Preempted, Finished, Failed, StepPlanned, StepLanded,
@@ -51,21 +51,24 @@ NEXT_STEP = "it waits for the next step"
 
 class Viewer:
     def __init__(self, engine: Engine, held: Mapping[str, tuple[Any, Any]]):
-        """`held`: requests that the scheduler does not have yet, because their structured output is
-        being compiled."""
+        """Subscribe to the events of the engine.
+
+        `held` are requests that the scheduler does not have yet, because their structured output is
+        being compiled.
+        """
         self.engine = engine
         self.scheduler = engine.scheduler
         self.held = held
         self.steps: deque[Step] = deque(maxlen=MAX_STEPS)
         self.events: deque[ShownEvent] = deque(maxlen=MAX_EVENTS)
         self.ended: deque[tuple[str, int, str]] = deque(maxlen=MAX_ENDED)
-        # Since the last view.
+        # These count since the last view.
         self.num_steps = 0
         self.num_events = 0
         self.num_ended = 0
-        self.preempted: list[tuple[int, str, str]] = []  # since the last plan
-        self.reasons: dict[int, str] = {}  # Sequence.id -> why it waits
-        self.queue_reason = ""  # why the last plan admitted no more sequences
+        self.preempted: list[tuple[int, str, str]] = []  # Preemptions since the last plan.
+        self.reasons: dict[int, str] = {}  # Sequence.id -> the reason why it waits
+        self.queue_reason = ""  # The reason why the last plan admitted no more sequences.
         self.requested_at = time.monotonic()
         engine.events.subscribe(self.on_event, *KINDS)
 
@@ -153,7 +156,7 @@ class Viewer:
         self.num_steps += 1
 
     def _add_moves(self, event: Event, moves: dict[str, int]) -> None:
-        """Show how many blocks moved. Moves of several steps in a row are one entry."""
+        """Add an event with the number of moved blocks, or add to the previous such event."""
         last = self.events[-1] if self.events else None
         if last is not None and last.kind == "blocks":
             for name, count in moves.items():
@@ -228,7 +231,7 @@ class Viewer:
     def _why_waiting(self, seq: Sequence) -> str:
         reason = self.reasons.get(seq.id)
         if reason is None:
-            # A plan names the first sequence that it does not admit, not those behind it.
+            # A plan gives the reason only for the first sequence that it does not admit.
             reason = f"behind others: {self.queue_reason}" if self.queue_reason else NEXT_STEP
         if seq.preemptions:
             return f"preempted: {seq.preempt_reason}; {reason}"
@@ -253,13 +256,13 @@ def shown_held(request_id: str, prompt_len: int) -> Shown:
 
 
 class PoolCells(NamedTuple):
-    """A picture of the block pool: the lists have an entry for each cell."""
+    """The block pool as a row of cells. Each list has an entry for each cell."""
 
     blocks_per_cell: int
-    used: list[int]  # blocks that a sequence holds
-    shared: list[int]  # blocks that several sequences hold
-    cached: list[int]  # blocks that no sequence holds and whose content is known
-    owner: list[int]  # Sequence.id of a sequence that holds a block of the cell; 0: none
+    used: list[int]  # Blocks that a sequence holds.
+    shared: list[int]  # Blocks that several sequences hold.
+    cached: list[int]  # Blocks that no sequence holds and whose content is known.
+    owner: list[int]  # The Sequence.id of a sequence that holds a block of the cell, or 0.
 
 
 def pool_cells(pool: BlockPool, running: list[Sequence]) -> PoolCells:
@@ -279,7 +282,7 @@ def pool_cells(pool: BlockPool, running: list[Sequence]) -> PoolCells:
         cached.append(num_hashed - (len(used_hashes) - used_hashes.count(None)))
     owner = [0] * len(used)
     stride = 1 + sum(len(seq.block_table) for seq in running) // MAX_OWNERS
-    for seq in reversed(running):  # the first in the queue owns a shared block
+    for seq in reversed(running):  # The first sequence is shown as the owner of a shared block.
         for block in seq.block_table[::stride]:
             owner[(block - 1) // blocks_per_cell] = seq.id
     return PoolCells(blocks_per_cell, used, shared, cached, owner)

@@ -1,5 +1,7 @@
-"""What the engine process reports to the front about its steps. Both classes listen to the engine's
-events."""
+"""Collects what the engine process reports to the front process about its steps.
+
+Both classes listen to the events of the engine.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Callable
 
 from octavo.events import Admitted, Event, EventLog, StepFailed, StepLanded, StepPlanned
 
-LONG_SECONDS = 5.0  # a step that may take longer is announced before it is launched
+LONG_SECONDS = 5.0  # A step that may take longer is announced before it is launched.
 
 
 class StepCounts:
@@ -52,16 +54,19 @@ class StepCounts:
 
 
 class LongSteps:
-    """Estimates which steps may take long, so that the front does not take the engine for hung."""
+    """Estimates which steps may take long, so that the watchdog does not count them as hangs."""
 
     def __init__(
         self, events: EventLog, seconds_per_token: float, announce: Callable[[float], None]
     ):
-        """`seconds_per_token`: on the slowest machine; 0: no step takes long. `announce(seconds)`
-        is called before a long step is launched."""
+        """Subscribe to the events of the engine.
+
+        `seconds_per_token` is the time of a token on the slowest supported machine, and 0 means
+        that no step takes long. `announce(seconds)` is called before a long step is launched.
+        """
         self.seconds_per_token = seconds_per_token
         self.announce = announce
-        self._in_flight: dict[int, float] = {}  # step -> seconds that it may take
+        self._in_flight: dict[int, float] = {}  # step number -> seconds that it may take
         events.subscribe(self.on_event, StepPlanned, StepLanded, StepFailed)
 
     def on_event(self, event: Event) -> None:
@@ -75,5 +80,5 @@ class LongSteps:
 
     @property
     def longest(self) -> float:
-        """Seconds that the longest step in flight may take."""
+        """The seconds that the longest step in flight may take."""
         return max(self._in_flight.values(), default=0.0)

@@ -1,5 +1,6 @@
 """The state of the front process that all connections share.
 
-It runs in the event loop of the front: the client of the engine, the supervisor that restarts the
-engine, the pool of worker processes, the queue's bound, API keys, quarantine and metrics.
+It contains the client of the engine, the supervisor that restarts the engine, the pool of worker
+processes, the limit of the queue, API keys, quarantine and metrics. All of it runs in the event
+loop of the front process.
 """

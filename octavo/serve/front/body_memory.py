@@ -1,9 +1,8 @@
-"""Bounds the memory that input takes before it is parsed: HTTP bodies, and messages of WebSockets
-and gRPC.
+"""Limits the memory of input that is not parsed yet: HTTP bodies, WebSocket and gRPC messages.
 
 with memory.hold(address) as held:
-    refusal = held.grow(size)           at every part that arrives; not None: refuse the request
-    ...                                 receive and parse the input
+    refusal = held.grow(size)           # Call this for every part, and refuse if it is not None.
+    ...                                 # Receive and parse the input.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ SMALL = 64 * 2**10  # bytes
 
 
 class BodyMemory:
-    """Counts the bytes of input from their arrival until they are parsed, in total and by client
-    address. Input of at most SMALL bytes is not counted, so that it is accepted whatever large
-    input arrives."""
+    """Counts the bytes of input from arrival until they are parsed, in total and by client address.
+
+    Input of at most SMALL bytes is not counted, so that large input cannot cause its refusal.
+    """
 
     def __init__(self, limits: Limits):
         self.limits = limits
@@ -32,8 +32,10 @@ class BodyMemory:
 
 
 class Held:
-    """The bytes of one body or message. They are counted until the `with` block ends or the object
-    is freed."""
+    """The bytes of one body or message.
+
+    They are counted until the `with` block ends or this object is freed.
+    """
 
     def __init__(self, memory: BodyMemory, address: str):
         self.memory = memory
@@ -50,8 +52,10 @@ class Held:
         self.release()
 
     def grow(self, size: int) -> ApiError | None:
-        """Set the number of bytes. Returns an error if all input, or that of this address, would
-        take too much memory."""
+        """Set the number of bytes.
+
+        Returns an error if all input, or the input of this address, would use too much memory.
+        """
         if size <= SMALL:
             return None
         memory = self.memory
@@ -80,7 +84,7 @@ class Held:
 def out_of_memory(whose: str) -> ApiError:
     return ApiError(
         503,
-        f"the unfinished requests {whose} take too much memory: send fewer large requests at a time",
+        f"the incomplete requests {whose} use too much memory: send fewer large requests at a time",
         "body_memory_exceeded",
         retry_after=1.0,
     )

@@ -1,13 +1,14 @@
-"""The front's client of the engine: it sends requests and receives tokens, which it turns into
-text.
+"""The client of the engine sends requests, receives tokens and turns them into text.
 
-    call = client.open(call_id, prepared, ...)  raises ApiError if the queue is full or the engine
-                                                is not ready
-    with call:                                  leaving the block aborts unfinished requests
-        await call.wait_accepted()              the requests are sent; with structured output, the
-                                                engine has accepted them too
-        async for pieces in call: ...           (index of the prompt, new text), as it is generated
-        await call.wait_finished()              or wait for all, then read call.collectors
+    # This raises ApiError if the queue is full or the engine is not ready.
+    call = client.open(call_id, prepared, ...)
+    with call:  # The end of the block aborts unfinished requests.
+        # Wait until the requests are sent and, with structured output, accepted by the engine.
+        await call.wait_accepted()
+        # Either stream: each piece is the index of a prompt and its new text.
+        async for pieces in call: ...
+        # Or wait for everything, then read call.collectors.
+        await call.wait_finished()
 
 A Call is the request of one client, with one or several prompts. Every transport uses this module
 and nothing below it.
@@ -56,16 +57,17 @@ from octavo.types import Output, Request
 log = logging.getLogger(__name__)
 
 
-# Python's garbage collector runs after this many new objects. With its default of 700 it ran at
-# every third request and took a tenth of the time of a request.
+# Python's garbage collector runs after this many new objects. With the default of 700 it ran at
+# every third request and used a tenth of the processor time.
 GC_THRESHOLD = 20_000
-# The most outputs that one turn of the event loop processes, and how many of them may end a reply.
+# One iteration of the event loop processes at most this many outputs, and this many that end a
+# reply.
 OUTPUTS_PER_TURN = 8
 FINISHED_PER_TURN = 2
-# Finished calls that are remembered, so that they can be distinguished from unknown calls.
+# The number of finished calls that are remembered, to distinguish them from unknown calls.
 REMEMBERED_CALLS = 1024
 
-Piece = tuple[int, CompletionOutput]  # the index of the prompt, and its new text
+Piece = tuple[int, CompletionOutput]  # (index of the prompt, its new text)
 
 
 class OpenRequest(NamedTuple):
@@ -81,10 +83,10 @@ class OpenRequest(NamedTuple):
     def __str__(self) -> str:
         collector = self.call.collectors[self.prompt_index]
         request = collector.request
-        state = "waits"
+        state = "waiting"
         if request.id not in self.call.client.queue.waiting:
             counts = [len(output.token_ids) for output in collector.outputs]
-            state = f"has {counts}"
+            state = f"generated {counts}"
         return f"{request.id}: {len(request.prompt)} prompt tokens, {state}"
 
 
@@ -119,8 +121,8 @@ class Call:
         self.unfinished = len(self.requests)
         self.arrival = self.requests[0].arrival
         self.timer: asyncio.TimerHandle | None = None
-        self.sent = False  # whether the requests were sent to the engine
-        self.trial: asyncio.Task[None] | None = None  # the trial compilation of its spec
+        self.sent = False  # True means that the requests were sent to the engine.
+        self.trial: asyncio.Task[None] | None = None  # The trial compilation of its spec.
         self.stream = stream
         self._closed = False
         self._pieces: list[Piece] = []
@@ -141,7 +143,7 @@ class Call:
 
     @property
     def token_count(self) -> int:
-        """Tokens of all prompts and of all replies so far."""
+        """The number of tokens in all prompts and in all replies so far."""
         count = 0
         for collector in self.collectors:
             count += len(collector.request.prompt)
@@ -165,8 +167,10 @@ class Call:
         return self
 
     async def __anext__(self) -> list[Piece]:
-        """Return the new pieces; none if `wake` was called. The error of a call is raised after the
-        pieces that came before it."""
+        """Return the new pieces, or an empty list if `wake` was called.
+
+        The error of a call is raised after the pieces that precede it.
+        """
         if not self._pieces:
             if self.error is not None:
                 raise self.error
@@ -180,16 +184,18 @@ class Call:
         return pieces
 
     async def wait_accepted(self) -> None:
-        """Wait until the requests are sent to the engine and, with structured output, until the
-        engine has accepted them. Without it, the engine may still refuse a request later. Raises
-        the error of the call."""
+        """Wait until the requests are sent to the engine. Raises the error of the call.
+
+        With structured output, wait until the engine has accepted the requests. Without structured
+        output, the engine may still refuse a request after this method has returned.
+        """
         while (self.compiling or not self.sent) and self.error is None:
             await self._wait()
         if self.error is not None:
             raise self.error
 
     async def wait_finished(self) -> None:
-        """Wait until all prompts are answered. Raises the error of the call."""
+        """Wait until the replies to all prompts are complete. Raises the error of the call."""
         while self.unfinished and self.error is None:
             await self._wait()
         if self.error is not None:
@@ -203,7 +209,7 @@ class Call:
             self._waiter = None
 
     def close(self) -> None:
-        """Abort what is unfinished. The transport reads nothing more from the call."""
+        """Abort unfinished requests. The transport reads nothing more from the call."""
         if self._closed:
             return
         self._closed = True
@@ -224,8 +230,11 @@ class Call:
             self.wake()
 
     def add_output(self, prompt_index: int, output: Output) -> int | None:
-        """Add an output of the engine. Returns the index of a sequence that a stop string has
-        ended, because the engine does not know stop strings."""
+        """Add an output of the engine.
+
+        Returns the index of the sequence if a stop string has ended it. The caller must then stop
+        it in the engine, which does not know stop strings.
+        """
         collector = self.collectors[prompt_index]
         if collector.outputs[output.index].finish_reason is not None:
             # The engine generated this output before it received the Stop message.
@@ -244,7 +253,7 @@ class Call:
         return output.index if stopped else None
 
     def _engine_error(self, output: Output) -> ApiError:
-        """The error for a client whose request the engine has ended."""
+        """Return the error for a client whose request the engine has ended."""
         if output.code == DeviceOutOfMemory.code:
             return api_errors.out_of_memory()
         if output.code is None or output.error is None:
@@ -264,14 +273,14 @@ class EngineClient:
         self.open_requests: dict[str, OpenRequest] = {}
         self.calls: dict[str, Call] = {}
         self.finished_calls: OrderedDict[str, str] = OrderedDict()  # call id -> owner
-        self._outputs: deque[Output] = deque()  # received and not yet processed
+        self._outputs: deque[Output] = deque()  # Outputs that are received but not processed.
         self.tokenizer: Tokenizer | None = None
         self.draining = False
-        # Whether the engine has no room for waiting requests, as it last reported.
+        # True means that the engine reported that it has no room for waiting requests.
         self.engine_full = False
-        self.view: View | None = None  # the latest view, until live_feed.py takes it
+        self.view: View | None = None  # The latest view, until live_feed.py takes it.
         self.quarantine = Quarantine()
-        # If this is None, specs of structured output are not tried.
+        # If this is None, specs of structured output are not compiled as a trial.
         self.trials: Trials | None = None
         self.supervisor = supervisor or Supervisor(
             config, self.receive, self.engine_lost, lambda: self.open_requests
@@ -309,9 +318,11 @@ class EngineClient:
     # ---- requests --------------------------------------------------------------------------------
 
     def open(self, call_id: str, prepared: Prepared, *, stream: bool, key: Key | None) -> Call:
-        """Open a call and send its requests to the engine. A new spec of structured output is tried
-        first. With `stream` the call returns pieces of text as they are generated. `key` is the API
-        key of the client."""
+        """Open a call and send its requests to the engine.
+
+        A new spec of structured output is first compiled as a trial. With `stream`, the call
+        returns pieces of text as they are generated. `key` is the API key of the client.
+        """
         requests = prepared.requests
         self._check_room(requests, key)
         spec = requests[0].params.structured_outputs
@@ -333,8 +344,8 @@ class EngineClient:
         self.queue.check_full(priority, self._free_slots())
 
     def _free_slots(self) -> int:
-        """How many requests the engine can start in its next step."""
-        model = self.model  # raises ApiError while the engine is not ready
+        """Return how many requests the engine can start in its next step."""
+        model = self.model  # This raises ApiError while the engine is not ready.
         if self.engine_full:
             return 0
         running = len(self.open_requests) - len(self.queue.waiting)
@@ -353,7 +364,7 @@ class EngineClient:
 
     def _send(self, call: Call, timeout: float | None) -> None:
         if not self.open_requests:
-            self.supervisor.progress = time.monotonic()  # the watchdog counts from now on
+            self.supervisor.progress = time.monotonic()  # The watchdog counts from this time.
         on_sent: Callable[[], None] | None = None
         for index, request in enumerate(call.requests):
             self.open_requests[request.id] = OpenRequest(call, index)
@@ -374,8 +385,11 @@ class EngineClient:
             self.supervisor.send(message, on_sent)
 
     async def _send_after_trial(self, call: Call, timeout: float | None) -> None:
-        """Try the spec of a call in a worker process, then send the call. The engine does not know
-        of the call during the trial, so the watchdog does not count that time."""
+        """Compile the spec of a call as a trial in a worker process, then send the call.
+
+        The watchdog does not count the time of the trial, because the engine does not have the
+        call yet.
+        """
         spec = call.requests[0].params.structured_outputs
         assert spec is not None and self.trials is not None
         total = self._total_timeout(timeout)
@@ -394,8 +408,10 @@ class EngineClient:
         return min(timeout or self.config.request_timeout, self.config.request_timeout)
 
     def _after_send(self, call: Call, timeout: float | None) -> None:
-        """Do what the engine need not wait for: create the collectors and start the timer. The
-        timer first bounds the time in the queue, and then the time of the whole request."""
+        """Create the collectors and start the timer, while the engine already runs the requests.
+
+        The timer first limits the time in the queue, and then the time of the whole request.
+        """
         call.sent = True
         call.wake()
         if call.id not in self.calls:
@@ -446,15 +462,17 @@ class EngineClient:
             self.metrics.ended(call)
 
     def cancel(self, call_id: str, owner: str) -> bool:
-        """End a call by its id. Returns False if the call has already finished. Raises ApiError if
-        the call does not exist or belongs to another owner."""
+        """End a call by its id. Returns False if the call has already finished.
+
+        Raises ApiError if the call does not exist or belongs to another owner.
+        """
         call = self.calls.get(call_id)
         if call is not None and call.owner == owner:
             call.fail(api_errors.cancelled())
             return True
         if call is None and self.finished_calls.get(call_id) == owner:
             return False
-        raise ApiError(404, "there is no such request", "request_not_found")
+        raise ApiError(404, "this server has no request with this id", "request_not_found")
 
     def fail_all(self, error: ApiError) -> None:
         for call in list(self.calls.values()):
@@ -481,7 +499,7 @@ class EngineClient:
             self.metrics.loaded(self.model_info())
 
     def _receive_step(self, message: StepOutputs) -> None:
-        """Record what a step of the engine has done, and start to process its outputs."""
+        """Record the results of a step of the engine, and start to process its outputs."""
         self.engine_full = message.full
         for request_id, start_time in message.begun:
             self._leave_queue(request_id, start_time)
@@ -516,10 +534,13 @@ class EngineClient:
             self.metrics.begun(call.collectors[prompt_index], start_time)
 
     def _process_outputs(self) -> None:
-        """Process a few outputs in each turn of the event loop, so that the first replies leave
-        before the last outputs are processed. Fewer still if they end replies: clients that send
-        their next request when they are answered would otherwise all send it at once, stay
-        synchronised from then on, and front and engine would work in turns."""
+        """Process a few outputs in each iteration of the event loop.
+
+        The first replies are then sent before the last outputs are processed. Outputs that end a
+        reply are processed more slowly: otherwise clients that wait for a reply before their next
+        request would all send it at once and stay synchronised, and the front process and the
+        engine would work alternately instead of at the same time.
+        """
         now = time.monotonic()
         finished = 0
         try:
@@ -544,8 +565,7 @@ class EngineClient:
         try:
             stopped_sequence = call.add_output(prompt_index, output)
         except BaseException as error:
-            # A panic in the native code of a library is a BaseException. It must end this call
-            # only.
+            # A panic in native code is a BaseException. It must end only this call.
             log.exception("cannot convert the tokens of request %s to text", output.request_id)
             call.fail(api_error(RuntimeError(str(error))))
             return
@@ -556,8 +576,10 @@ class EngineClient:
             self.quarantine.clear(collector.request)
 
     def engine_lost(self) -> None:
-        """End all calls, because the engine process has ended. The outputs that it sent before its
-        end still count."""
+        """End all calls, because the engine process has ended.
+
+        The outputs that it sent before its end are processed first.
+        """
         while self._outputs:
             try:
                 self._process_output(self._outputs.popleft(), time.monotonic())
@@ -569,8 +591,10 @@ class EngineClient:
             call.fail(api_errors.engine_lost())
 
     def _record_failure(self, request_ids: set[str]) -> None:
-        """Record the failure of a step, or of the engine, that these requests were part of. Fail
-        the request that is found to be the cause; clients may retry the others."""
+        """Record the failure of a step or of the engine in which these requests took part.
+
+        The request that is found to be the cause fails for good. Clients may retry the others.
+        """
         failed = [
             self.open_requests[request_id]
             for request_id in request_ids
@@ -593,13 +617,13 @@ class EngineClient:
         if self.config.chat_template is not None:
             tokenizer.chat_templates = {"default": self.config.chat_template}
         self.tokenizer = tokenizer
-        # The objects of a vocabulary stay for ever: the garbage collector need not visit them.
+        # The objects of a vocabulary are permanent, so the garbage collector need not visit them.
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
 
 
 def read_tokenizer(loaded: Loaded) -> Tokenizer:
-    """Read the tokenizer, and compute now what would otherwise delay the first request."""
+    """Read the tokenizer, and compute its lazy attributes before the first request needs them."""
     if loaded.tokenizer_gguf is not None:
         tokenizer = Tokenizer.from_gguf(loaded.tokenizer_gguf)
     else:

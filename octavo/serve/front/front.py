@@ -1,4 +1,4 @@
-"""The parts of the front that all transports share, and the caller of a request."""
+"""The parts of the front process that all transports share, and the caller of a request."""
 
 from __future__ import annotations
 
@@ -43,13 +43,15 @@ class Front:
 
     @property
     def idle(self) -> bool:
-        """Whether the engine has no requests."""
+        """True if the engine has no requests."""
         return not self.client.open_requests
 
     @property
     def fingerprint(self) -> str:
-        """The system_fingerprint of replies. Replies with the same fingerprint were computed by the
-        same version with the same settings."""
+        """The system_fingerprint of replies.
+
+        Replies with the same fingerprint were computed by the same version with the same settings.
+        """
         loaded = self.client.model
         if self._fingerprint[0] is not loaded:
             engine = asdict(self.config.engine)
@@ -72,16 +74,18 @@ class Front:
         return Context(self.tokenizer, model.vocab_size, model.max_model_len, self.config.limits)
 
     def check_admission(self, caller: Caller) -> None:
-        """Raise ApiError for a request that cannot be admitted now, whatever its body contains: the
-        engine is not ready, the queue is full, or the key is at one of its limits. This is checked
-        before the body is received."""
+        """Raise ApiError if no request of the caller can be admitted now.
+
+        The engine may not be ready, the queue may be full, or the key may have reached a limit.
+        This is checked before the body is received.
+        """
         if caller.key is not None:
             caller.key.check()
         self.client.check_admission(caller.priority)
 
 
 def worker_setup(config: ServeConfig, loaded: Loaded) -> Setup:
-    """Make the first message to the worker processes."""
+    """Return the first message to the worker processes."""
     return Setup(
         tokenizer_directory=loaded.tokenizer_directory,
         tokenizer_gguf=loaded.tokenizer_gguf,
@@ -100,12 +104,11 @@ def new_id() -> str:
 class Caller:
     """The client of one request: its key, and when the request arrived."""
 
-    id: str = field(
-        default_factory=new_id
-    )  # made by the server; an id from the client is only a label
+    # The server creates this id. An id from the client is only a label.
+    id: str = field(default_factory=new_id)
     arrival: float = field(default_factory=time.monotonic)
     key: Key | None = None
-    timeout: float | None = None  # seconds, from a header of the request
+    timeout: float | None = None  # The seconds from a header of the request.
 
     @property
     def owner(self) -> str:
@@ -113,8 +116,7 @@ class Caller:
 
     @property
     def salt(self) -> str:
-        """The cache salt. Different keys have different salts, so they never share cached
-        blocks."""
+        """The cache salt. Each key has its own, so different keys never share cached blocks."""
         return self.key.salt if self.key else ""
 
     @property

@@ -1,14 +1,14 @@
-"""API keys, from one TOML file: each has a name, a priority and limits.
+"""Reads and checks API keys. A TOML file gives each key a name, a priority and limits:
 
     [[keys]]
     name = "alice"
-    key = "a long random text"      # or sha256 = "..." of it, so that the file holds no secret
-    priority = 1                    # default 0; a higher one is served earlier (--policy priority)
-                                    # and displaces lower ones from a full queue
+    key = "a long random text"      # or sha256 = "...", so that the file contains no secret
+    priority = 1                    # default 0; with --policy priority, higher numbers go first
+                                    # and displace lower ones from a full queue
     requests_per_minute = 60        # limits are optional
-    tokens_per_minute = 100000      # tokens of prompts and replies
+    tokens_per_minute = 100000      # counts tokens of prompts and replies
     max_concurrency = 8
-    admin = true                    # may use the routes for administrators
+    admin = true                    # allows the routes for administrators
 
 The server keeps only digests of the keys. It compares every digest each time, in constant time.
 """
@@ -32,8 +32,8 @@ from octavo.serve.limits import Limits
 
 MINUTE = 60.0
 MIN_LENGTH = 16
-MAX_ADDRESSES = 10_000  # remembered for failed logins
-SPACE = " \t"  # around a header's value, as HTTP defines it
+MAX_ADDRESSES = 10_000  # Wrong keys are counted for this many addresses.
+SPACE = " \t"  # HTTP allows this white space around the value of a header.
 
 
 class KeysError(OctavoError):
@@ -52,9 +52,11 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Bucket:
-    """A token bucket. It gains `per_minute` tokens a minute and holds at most `burst`, by default
-    as many. `level` is the number of tokens left. It may be negative after a large amount is
-    taken."""
+    """A token bucket. It gains `per_minute` tokens per minute and holds at most `burst`.
+
+    By default `burst` equals `per_minute`. `level` is the number of tokens left. It may be negative
+    after a large amount was taken.
+    """
 
     def __init__(self, per_minute: int, burst: int | None = None):
         self.per_minute = per_minute
@@ -63,7 +65,7 @@ class Bucket:
         self.last = time.monotonic()
 
     def wait(self) -> float:
-        """Seconds until the bucket holds a token; 0 if it holds one now."""
+        """Return the seconds until the bucket holds a token, or 0 if it holds one now."""
         now = time.monotonic()
         self.level = min(self.level + (now - self.last) * self.per_minute / MINUTE, self.burst)
         self.last = now
@@ -86,15 +88,15 @@ class Key:
         self.open = 0
 
     def check(self) -> None:
-        """Raise if the key allows no further request now."""
+        """Raise if the key does not allow another request now."""
         if self.max_concurrency is not None and self.open >= self.max_concurrency:
             raise limited(f"{self.max_concurrency} requests at a time", 1.0)
         for bucket, what in ((self.requests, "requests"), (self.tokens, "tokens")):
             if bucket is not None and (wait := bucket.wait()):
-                raise limited(f"{bucket.per_minute} {what} a minute", wait)
+                raise limited(f"{bucket.per_minute} {what} per minute", wait)
 
     def enter(self) -> None:
-        """Count a request that begins. Raises if the key allows no further one."""
+        """Count a request that starts. Raises if the key does not allow another request now."""
         self.check()
         if self.requests is not None:
             self.requests.take()
@@ -108,8 +110,10 @@ class Key:
 
 
 def network(address: str) -> str:
-    """What counts as one address: with IPv6, a network of 64 bits, because a client usually has all
-    of its addresses."""
+    """Return the network that counts as one address.
+
+    With IPv6 this is the /64 network, because a client usually controls all of its addresses.
+    """
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
@@ -121,7 +125,10 @@ def network(address: str) -> str:
 
 def limited(what: str, wait: float) -> ApiError:
     return ApiError(
-        429, f"this key allows {what}: try again later", "rate_limit_exceeded", retry_after=wait
+        429,
+        f"this API key allows {what}: try again later",
+        "rate_limit_exceeded",
+        retry_after=wait,
     )
 
 
@@ -145,25 +152,31 @@ class Keys:
         return cls(_distinct([_key(entry, file) for entry in entries], file), limits)
 
     def check(self, header: str | None, address: str) -> Key | None:
-        """The key in an Authorization header. Raises 401, or 429 after many wrong keys from one
-        address. A valid key is never refused: many users may share an address, and one of them may
-        send wrong keys."""
+        """Return the key in an Authorization header.
+
+        Raises ApiError 401, or 429 after many wrong keys from one address. A valid key is always
+        accepted, because a client that sends wrong keys may share its address with others.
+        """
         if not self.found:
             return None
         scheme, _, key = (header or "").strip(SPACE).partition(" ")
         digest = hashlib.sha256(key.strip(SPACE).encode("utf-8", "surrogateescape")).digest()
         match: Key | None = None
-        for one in self.found:  # every key is compared, whichever matches
+        for one in self.found:  # Every key is compared, even after a match.
             if hmac.compare_digest(one.digest, digest):
                 match = one
         if match is not None and scheme.lower() == "bearer":
             return match
         if not header:
             raise ApiError(
-                401, "an API key is needed: send Authorization: Bearer KEY", "invalid_api_key"
+                401,
+                "this server needs an API key: send the header Authorization: Bearer KEY",
+                "invalid_api_key",
             )
         self._count_failure(network(address))
-        raise ApiError(401, "the API key is not valid", "invalid_api_key")
+        raise ApiError(
+            401, "the API key is not valid: check the Authorization header", "invalid_api_key"
+        )
 
     def _count_failure(self, address: str) -> None:
         """Count a wrong key. Raises ApiError if the address has sent too many of them recently."""
@@ -174,7 +187,7 @@ class Keys:
         if wait > 0:
             raise ApiError(
                 429,
-                "too many wrong API keys came from this address: try again later, with a valid key",
+                "this address has sent too many wrong API keys: try again later with a valid key",
                 "too_many_failures",
                 retry_after=wait,
             )
@@ -198,7 +211,9 @@ def _distinct(keys: list[Key], file: str) -> list[Key]:
 def _key(entry: Entry, file: str) -> Key:
     where = f"{file}: the key named {entry.name!r}"
     if not re.fullmatch(r"[\w.-]{1,64}", entry.name):
-        raise KeysError(f"{file}: a name has 1 to 64 letters, digits, . _ -, not {entry.name!r}")
+        raise KeysError(
+            f"{file}: a name must have 1 to 64 characters of A-Z a-z 0-9 . _ -, not {entry.name!r}"
+        )
     if (entry.key is None) == (entry.sha256 is None):
         raise KeysError(f"{where} needs either key or sha256")
     limits: dict[str, Any] = {
@@ -206,10 +221,10 @@ def _key(entry: Entry, file: str) -> Key:
         for n in ("requests_per_minute", "tokens_per_minute", "max_concurrency")
     }
     if any(value is not None and value < 1 for value in limits.values()):
-        raise KeysError(f"{where} has a limit below 1")
+        raise KeysError(f"{where} has a limit below 1: a limit must be at least 1")
     if entry.sha256 is not None:
         if not re.fullmatch("[0-9a-f]{64}", entry.sha256):
-            raise KeysError(f"{where}: sha256 has 64 hexadecimal digits")
+            raise KeysError(f"{where}: sha256 must have 64 hexadecimal digits")
         return Key(entry, bytes.fromhex(entry.sha256))
     assert entry.key is not None
     if (

@@ -1,4 +1,4 @@
-"""Watches the event loop: how late it runs, and what blocks it when it is very late."""
+"""Measures how late the event loop runs, and logs what blocks it when it is very late."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from octavo.serve.front.metrics import Metrics
 log = logging.getLogger(__name__)
 INTERVAL = 0.1  # seconds
 VERY_LATE = 1.0  # seconds
-RECENT = 20  # intervals: the lag metric is the worst of the last two seconds
+RECENT = 20  # The lag metric is the maximum over this many intervals, which are two seconds.
 
 
 class LoopWatchdog:
-    """Runs a task that ticks in the event loop, and a thread that logs where the loop is blocked if
-    a tick is late."""
+    """Runs a periodic task in the event loop, and a thread that checks the task.
+
+    If the task is late, the thread logs where the event loop is blocked.
+    """
 
     def __init__(self, clients: Callable[[], int]):
-        """`clients` counts the open connections. A loop that blocks while there are none, such as
-        during the start-up, delays no client, so the watchdog does not warn."""
+        """Create the watchdog. `clients` returns the number of open connections.
+
+        A blocked loop without connections, such as during the start, delays no client, so the
+        watchdog does not warn.
+        """
         self.last_tick = time.monotonic()
         self.clients = clients
         self._stopped = threading.Event()
@@ -33,7 +38,7 @@ class LoopWatchdog:
 
     @property
     def late(self) -> float:
-        """Seconds by which the loop is late."""
+        """Return the seconds by which the event loop is late."""
         return max(time.monotonic() - self.last_tick - INTERVAL, 0.0)
 
     async def run(self, metrics: Metrics) -> None:
@@ -56,7 +61,7 @@ class LoopWatchdog:
             self.check()
 
     def check(self) -> None:
-        """Log once for each time that the loop is blocked."""
+        """Log a warning, once for each time that the loop is blocked."""
         late = self.late
         if late <= VERY_LATE or self._logged_tick == self.last_tick:
             return
@@ -71,9 +76,11 @@ class LoopWatchdog:
         )
 
     def _stacks(self) -> str:
-        """The stacks of all threads but this one, the loop's first. Another thread may be the one
-        that blocks: native code that does not release the interpreter lock stops every thread, and
-        the loop's own stack then shows nothing."""
+        """Return the stacks of all threads except this one. The event loop comes first.
+
+        Another thread may be the cause: native code that does not release the interpreter lock
+        stops every thread, and the stack of the event loop then does not show the reason.
+        """
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
         frames.pop(threading.get_ident(), None)

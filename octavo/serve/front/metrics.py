@@ -1,11 +1,11 @@
 """The metrics that Prometheus reads at /metrics.
 
-Names and labels are those of vLLM with the prefix `octavo` (or `vllm`: --metrics-prefix), and three
-of the classic inference server. Times are measured with the monotonic clock from the arrival of a
-request, before it is tokenised.
+The names and labels are those of vLLM, with the prefix `octavo` or, by --metrics-prefix, `vllm`.
+Three more are those of the classic inference server. Times are measured with the monotonic clock
+from the arrival of a request, before it is tokenised.
 
 The counters of the engine start at zero with each engine process, which Prometheus handles. No
-label contains text from a client, so the number of labels is bounded.
+label contains text from a client, so the number of label values is bounded.
 """
 
 from __future__ import annotations
@@ -97,12 +97,14 @@ TIERS = {
 }
 
 
-Values = dict[str, tuple[float, str]]  # name -> value and help text
+Values = dict[str, tuple[float, str]]  # name -> (value, help text)
 
 
 class Tally(Source):
-    """A histogram that is updated for every token. The library's histogram uses locks and takes ten
-    times as long."""
+    """A histogram that is updated for every token.
+
+    It has no locks. An update of the library's histogram takes ten times as long.
+    """
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], labels: dict[str, str]):
         self.name = name
@@ -304,14 +306,16 @@ class EngineSource(Source):
 
 
 class Metrics:
-    """All metrics of the server. Metrics that are not part of EngineSource are updated as requests
-    proceed."""
+    """All metrics of the server.
+
+    Metrics that are not part of EngineSource are updated while requests are processed.
+    """
 
     def __init__(self, prefix: str, model: str):
         self.registry = CollectorRegistry()
         self.prefix = prefix
         self.model = model
-        # request id -> index of the sequence -> when its latest token arrived
+        # request id -> index of the sequence -> time of its latest token
         self._last_token: dict[str, dict[int, float]] = {}
         self._start_times: dict[str, float] = {}
         self.source = EngineSource(prefix, model)
@@ -434,7 +438,7 @@ class Metrics:
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
-    # ---- updates ----------------------------------------------------------------------------------
+    # ---- updates --------------------------------------------------------------------------------
 
     def loaded(self, model: Loaded | None) -> None:
         if model is not None:
@@ -450,7 +454,7 @@ class Metrics:
         self.prompt_tokens.inc(len(collector.request.prompt))
 
     def tokens(self, collector: Collector, output: Output, now: float) -> None:
-        """Record an output. This must happen before the collector takes it."""
+        """Record an output. Call this before the collector receives the output."""
         request_id = output.request_id
         count = len(output.tokens)
         last_times = self._last_token.get(request_id)
@@ -461,7 +465,7 @@ class Metrics:
             self.prefill_time.observe(now - self._start_times.get(request_id, now))
             self.cached_tokens.inc(output.cached_tokens)
         elif output.index in last_times:
-            for _ in range(count):  # Tokens that arrive together share the time equally.
+            for _ in range(count):  # The time is divided equally among tokens of one output.
                 self.itl.observe((now - last_times[output.index]) / count)
         if count:
             last_times[output.index] = now

@@ -1,10 +1,9 @@
-"""Quarantines a request that makes the engine fail, so that it does not fail again and again.
+"""Quarantines a request that makes the engine fail, so that it cannot cause repeated failures.
 
-    first failure     every request that took part is recorded; all of them may be retried
-    second failure    if one request alone took part in more failures than the others, it is the
-                      cause and is refused for QUARANTINE_SECONDS
-                      if there are several, they are admitted one at a time, so that the next
-                      failure shows which one is the cause
+At the first failure, every request that took part is recorded, and clients may retry all of them.
+At the second failure, there are two cases. If a single request took part in more failures than all
+others, it is the cause and is refused for QUARANTINE_SECONDS. If there are several such requests,
+they are admitted one at a time, so that the next failure shows the cause.
 
 A request that finishes without an error is removed from the records. Requests are recognised by a
 hash of their prompt and parameters. The number of records is bounded, and they expire.
@@ -24,7 +23,7 @@ from octavo.types import Request
 
 QUARANTINE_SECONDS = 600.0
 MAX_RECORDS = 4096
-QUARANTINED = 1 << 30  # the count of failures that stands for a quarantined request
+QUARANTINED = 1 << 30  # This count of failures means that the request is quarantined.
 
 
 def fingerprint(request: Request) -> bytes:
@@ -36,7 +35,7 @@ def fingerprint(request: Request) -> bytes:
 class Quarantine:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
-        # fingerprint -> number of failures, and the time when the record expires
+        # fingerprint -> (number of failures, time at which the record expires)
         self.records: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def failures(self, request_hash: bytes) -> int:
@@ -44,7 +43,7 @@ class Quarantine:
         return count if self.clock() < expiry else 0
 
     def check(self, requests: Iterable[Request], running: Iterable[Request]) -> None:
-        """Raise ApiError for a request that may not run, or not beside the running requests."""
+        """Raise ApiError if a request is quarantined, or must wait until others have finished."""
         if not self.records:
             return
         most_failures = max(
@@ -58,8 +57,10 @@ class Quarantine:
             raise api_errors.tried_alone()
 
     def record_failure(self, requests: Iterable[Request]) -> set[bytes]:
-        """Record a failure that these requests took part in. Returns the fingerprint of the request
-        that is found to be its cause, if there is one."""
+        """Record a failure in which these requests took part.
+
+        Returns the fingerprint of the request that is found to be the cause, or an empty set.
+        """
         counts = {
             request_hash: self.failures(request_hash) for request_hash in map(fingerprint, requests)
         }

@@ -1,7 +1,7 @@
-"""Bounds the queue: how many requests may wait, and how many tokens their prompts may have.
+"""Limits the number of waiting requests, and the number of tokens in their prompts.
 
-A request beyond the bound is refused at once with the time after which the client should retry,
-unless it can displace a waiting request of lower priority.
+A request above the limit displaces a waiting request of lower priority, if there is one. Otherwise
+it is refused at once, with the time after which the client should retry.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Protocol
 
 from octavo.serve.api.api_errors import MAX_RETRY_AFTER, ApiError, queue_full
 
-HALF_LIFE = 10.0  # seconds after which a measurement counts half
+HALF_LIFE = 10.0  # The weight of a measurement halves in this many seconds.
 MAX_RETRY_TIMES = 10_000
-# The time for which a request is the next one in the queue, until there is a measurement.
+# The time between two starts of waiting requests, until there is a measurement.
 DEFAULT_SECONDS_PER_REQUEST = 0.05
-# The share of refused clients that is assumed to retry. Some do not, and a queue that runs empty
-# costs more than a second refusal, so the assumption is on the low side.
+# The share of refused clients that is assumed to retry. The value is low on purpose, because an
+# empty queue costs more than a second refusal.
 RETURNING_SHARE = 0.7
 
 
@@ -33,37 +33,42 @@ class Queue:
     def __init__(self, max_requests: int, max_tokens: int):
         self.max_requests = max_requests
         self.max_tokens = max_tokens
-        # request id -> its call, and the tokens of its prompt
+        # request id -> (its call, number of tokens in its prompt)
         self.waiting: dict[str, tuple[Waiting, int]] = {}
         self.tokens = 0
-        # While requests wait: when the last one was started, or when the first one arrived.
+        # While requests wait, the time at which the last one started or the first one arrived.
         self._since = 0.0
-        # The time in which requests waited, and how many were started in it. Both decay.
+        # The time during which requests waited, and how many started in it. Both decay.
         self._seconds = 0.0
         self._started = 0.0
-        # When refused clients should retry, in about ascending order.
+        # The times at which refused clients should retry, in approximately ascending order.
         self._retry_times: deque[float] = deque()
 
     def check(self, requests: int, tokens: int, priority: int = 0, free: int = 0) -> None:
-        """Raise queue_full if these requests cannot wait. Waiting requests of lower priority are
-        refused first. `free` is the number of requests that the engine can start at once."""
+        """Raise queue_full if there is no room for these requests.
+
+        Waiting requests of lower priority are refused first to make room. `free` is the number of
+        requests that the engine can start at once.
+        """
         while (excess := self._excess(requests, tokens, free)) is not None:
             displaced = self._latest_below(priority)
             if displaced is None:
                 raise queue_full(excess, self.retry_after())
-            displaced.fail(queue_full("requests of higher priority came", self.retry_after()))
+            displaced.fail(queue_full("requests of higher priority arrived", self.retry_after()))
 
     def check_full(self, priority: int = 0, free: int = 0) -> None:
-        """Raise queue_full if `check` would raise it for a request of one token. The waiting
-        requests are not changed."""
+        """Raise queue_full if `check` would raise it for a request of one token.
+
+        This method does not change the waiting requests.
+        """
         excess = self._excess(1, 1, free)
         if excess is not None and self._latest_below(priority) is None:
             raise queue_full(excess, self.retry_after())
 
     def _excess(self, requests: int, tokens: int, free: int) -> str | None:
-        """Which bound is reached, in words, if these requests were added."""
+        """Return which limit these requests would exceed, in words, or None."""
         if not self.waiting:
-            # An empty queue admits any request: a batch larger than the queue could never be sent.
+            # An empty queue admits any request. Otherwise a batch above the limit could never run.
             return None
         if len(self.waiting) + requests > self.max_requests + free:
             return f"{len(self.waiting)} requests"
@@ -72,7 +77,7 @@ class Queue:
         return None
 
     def _latest_below(self, priority: int) -> Waiting | None:
-        """The call of lower priority that arrived last."""
+        """Return the call of lower priority that arrived last, or None."""
         for call, _ in reversed(self.waiting.values()):
             if call.priority < priority:
                 return call
@@ -85,8 +90,10 @@ class Queue:
         self.tokens += tokens
 
     def leave(self, request_id: str, begun: bool) -> None:
-        """Remove a request because the engine has started it, or because it was aborted. A request
-        that does not wait is ignored."""
+        """Remove a request, because the engine has started it or because it was aborted.
+
+        A request that does not wait is ignored.
+        """
         entry = self.waiting.pop(request_id, None)
         if entry is None:
             return
@@ -100,9 +107,12 @@ class Queue:
             self._started = self._started * decay + 1
 
     def retry_after(self) -> float:
-        """Seconds after which a refused client should retry. By then, at the measured rate, the
-        engine should have started the requests that wait now and those of the clients that were
-        refused before. Refused clients therefore return one by one and not all at once."""
+        """Return the seconds after which a refused client should retry.
+
+        At the measured rate, the engine should by then have started all waiting requests and the
+        requests of clients that were refused earlier. So refused clients return one after another
+        instead of all at once.
+        """
         now = time.monotonic()
         while self._retry_times and self._retry_times[0] < now:
             self._retry_times.popleft()

@@ -1,6 +1,6 @@
-"""Keeps an engine process running: starts it, and restarts it if it dies or hangs.
+"""Starts the engine process, and restarts it if it dies or hangs.
 
-This module knows processes and phases. The messages of the engine are processed by client.py.
+This module handles processes and phases. The module client.py handles the messages of the engine.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-m", "octavo.serve.engine.engine_process")
 FIRST_BACKOFF = 0.1
 LAST_BACKOFF = 30.0
-HEALTHY_SECONDS = 60.0  # an engine that ran for so long resets the backoff
-STOP_SECONDS = 3.0  # the time in which an engine must end after a Shutdown message
+HEALTHY_SECONDS = 60.0  # An engine process that ran for this long resets the backoff.
+STOP_SECONDS = 3.0  # The engine process has this time to end after a Shutdown message.
 
 
 class Supervisor:
@@ -54,7 +54,7 @@ class Supervisor:
         work: Callable[[], Mapping[str, Any]],
         command: Sequence[str] = ENGINE,
     ):
-        """`work` returns the open requests of the engine, by their ids."""
+        """Create the supervisor. `work` returns the open requests of the engine by id."""
         self.config = config
         self.command = command
         self.on_message = on_message
@@ -67,14 +67,15 @@ class Supervisor:
         self.starts = 0
         self.loaded: Loaded | None = None
         self.heartbeat = Heartbeat()
-        self.progress = time.monotonic()  # when the engine last made progress or was idle
-        # When the current step should end, by the estimate of the engine.
+        self.progress = time.monotonic()  # The last time when the engine made progress or was idle.
+        # The time by which the current step should end, as estimated by the engine.
         self.step_deadline = 0.0
         self.stalled = False
-        # The latest time from the end of an engine until the next one was ready, in seconds.
+        # The seconds that the latest recovery took, from the end of one engine process until the
+        # next one was ready.
         self.recovery = 0.0
-        self._lost_at: float | None = None  # when the engine ended, until the next one is ready
-        self.dumps: list[dict[str, Any]] = []  # the latest dumps, which /v1/dumps returns
+        self._lost_at: float | None = None  # The time of the failure, during a recovery.
+        self.dumps: list[dict[str, Any]] = []  # The latest dumps, which /v1/dumps returns.
         self.process: asyncio.subprocess.Process | None = None
         self._link: FrontLink | None = None
         self._stopping = False
@@ -112,8 +113,11 @@ class Supervisor:
             self._link.send(message, on_sent)
 
     def _requested(self) -> float:
-        """The number of requests for the engine. An engine with a device of its own does not
-        compete with the front for cores, so it counts as busy and receives each message at once."""
+        """Return the number of requests for the engine.
+
+        An engine on a GPU does not compete with the front process for cores. It counts as busy, so
+        that it receives each message at once.
+        """
         if self.loaded is not None and self.loaded.device != "cpu":
             return math.inf
         return len(self.work())
@@ -121,8 +125,11 @@ class Supervisor:
     # ---- the engine process ----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run engine processes until stop() is called. Raises ModelError if the first one reports
-        that it cannot serve the model, or ends before the model is loaded."""
+        """Run engine processes until stop() is called.
+
+        Raises ModelError if the first one reports that it cannot serve the model, or ends before
+        the model is loaded.
+        """
         backoff = FIRST_BACKOFF
         while not self._stopping:
             self.starts += 1
@@ -130,7 +137,7 @@ class Supervisor:
             started = time.monotonic()
             try:
                 code = await self._run_engine()
-            except OSError as error:  # file descriptors or memory are short
+            except OSError as error:  # There are too few file descriptors or too little memory.
                 if self.starts == 1:
                     raise
                 self.failure = str(error)
@@ -141,12 +148,12 @@ class Supervisor:
             if self.starts == 1 and failed_to_load:
                 raise ModelError(
                     self.failure
-                    or "the engine process failed before the model was loaded: see above"
+                    or "the engine process failed before the model was loaded: see the log above"
                 )
             if time.monotonic() - started > HEALTHY_SECONDS:
                 backoff = FIRST_BACKOFF
             log.error(
-                "the engine process ended (%s); starting it again in %.1f s",
+                "the engine process has ended (%s): a new one starts in %.1f s",
                 self.failure or f"exit {code}",
                 backoff,
             )
@@ -203,7 +210,7 @@ class Supervisor:
         elif not isinstance(message, View):
             self.progress = now
             if isinstance(message, StepOutputs):
-                # A request ends after request_timeout, so a longer step is of no use.
+                # A request ends after request_timeout at the latest, so a longer step is useless.
                 self.step_deadline = now + min(message.step_seconds, self.config.request_timeout)
             if isinstance(message, Loaded):
                 self.loaded = message
@@ -226,8 +233,10 @@ class Supervisor:
     # ---- the watchdog ----------------------------------------------------------------------------
 
     async def _watch(self, stacks: BinaryIO) -> None:
-        """Detect that the engine makes no step although it has requests. First write a dump of its
-        state to the log, later kill it."""
+        """Detect that the engine completes no step although it has requests.
+
+        The watchdog first writes the state of the engine to the log, and later kills the process.
+        """
         dumped = False
         killed = False
         while True:
@@ -243,7 +252,10 @@ class Supervisor:
                 await self._dump(stacks, stalled_seconds)
             if stalled_seconds >= self.config.stall_kill and not killed:
                 killed = True
-                log.error("no step for %.0f s: killing the engine process", stalled_seconds)
+                log.error(
+                    "the engine has completed no step for %.0f s: its process is killed",
+                    stalled_seconds,
+                )
                 self._kill()
 
     async def _dump(self, stacks: BinaryIO, stalled_seconds: float) -> None:
@@ -272,7 +284,7 @@ class Supervisor:
         self._signal(signal.SIGKILL)
 
     async def stop(self) -> None:
-        """End the engine process and do not start another one."""
+        """Stop the engine process without starting another one."""
         self._stopping = True
         process = self.process
         if process is None or process.returncode is not None:

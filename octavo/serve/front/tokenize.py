@@ -3,11 +3,11 @@
 A text of B bytes has at least B / (bytes of the longest token) tokens, so a text that is far too
 long is refused before it is tokenised.
 
-Short texts that arrive in one turn of the event loop are tokenised in one call. The requests of a
-burst then go through the front together, which takes a fifth less time (docs/LOG.md, "Front:
-requests that arrive together"). This is done only while the engine is idle and should start with
-all of them. A busy engine should get each request as soon as it is ready: if clients stayed
-synchronised, front and engine would work in turns, at a sixth less throughput.
+While the engine is idle, short texts that arrive in one iteration of the event loop are tokenised
+in one call. A burst of requests then takes a fifth less time in the front process (docs/LOG.md,
+"Front: requests that arrive together"), and the engine can start all of them in one step. A busy
+engine gets each request as soon as it is ready. Otherwise clients would stay synchronised, and the
+front process and the engine would work alternately, at a sixth less throughput.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ from octavo.text.chat import render_marked, select_template
 from octavo.text.tokenizer import Tokenizer
 
 ResultType = TypeVar("ResultType")
-INLINE_CHARACTERS = 512  # shorter texts are tokenised faster than they reach a worker process
-LIGHT_CHARACTERS = 64 * 2**10  # a longer text is a heavy job
-TOKENS_PER_TURN = (
-    32 * 2**10
-)  # token ids that are unpacked in one turn of the event loop, in a millisecond
+INLINE_CHARACTERS = 512  # Shorter texts are tokenised faster than they reach a worker process.
+LIGHT_CHARACTERS = 64 * 2**10  # A longer text is a heavy job.
+# One iteration of the event loop unpacks this many token ids, in about a millisecond.
+TOKENS_PER_TURN = 32 * 2**10
 
 
 class Short(NamedTuple):
-    """A short text that waits to be tokenised with others at the end of the turn."""
+    """A short text that will be tokenised together with others."""
 
     tokenizer: Tokenizer
-    asked: tuple[str, bool, bool]  # the arguments of Tokenizer.encode
+    asked: tuple[str, bool, bool]  # The arguments of Tokenizer.encode.
     token_ids: asyncio.Future[list[int]]
 
 
@@ -60,8 +59,11 @@ class Texts:
         template_seconds: float = 3.0,
         together: Callable[[], bool] = lambda: True,
     ):
-        """`template_seconds`: how long a client's own template may take. `together`: whether short
-        texts wait for others."""
+        """Create the object.
+
+        `template_seconds` limits the time of a template that came with a request. `together`
+        returns whether short texts are tokenised together with others.
+        """
         self.pool = pool
         self.template_seconds = template_seconds
         self.together = together
@@ -106,7 +108,7 @@ class Texts:
         return await self.pool.run(job, result_type, heavy=weight(chat) > LIGHT_CHARACTERS)
 
     async def _run_template(self, job: EncodeChat | Tokenize, result_type: Any) -> Any:
-        """Run a job with a client's own template in it, which is blamed for whatever goes wrong."""
+        """Run a job with a client's template, and name the template in its errors."""
         try:
             return await self.pool.run(job, result_type, heavy=True, seconds=self.template_seconds)
         except ApiError as error:
@@ -115,7 +117,7 @@ class Texts:
             raise
 
     async def tokenize(self, context: Context, job: Tokenize) -> bytes:
-        """The reply of /tokenize, as JSON."""
+        """Return the reply of /tokenize as JSON."""
         encoding = job.what
         if weight(encoding) > INLINE_CHARACTERS:
             if isinstance(encoding, EncodeChat):
@@ -130,7 +132,7 @@ class Texts:
         return tokenize_reply(context, tokens.ids, job.token_strs)
 
     async def detokenize(self, context: Context, body: Bytes) -> Detokenized:
-        """The answer to a request to /detokenize."""
+        """Return the reply of /detokenize."""
         if len(body) <= INLINE_CHARACTERS:
             return guarded(detokenize, context, Detokenize(bytes(body)))
         found: Detokenized = await self.pool.run(
@@ -139,7 +141,7 @@ class Texts:
         return found
 
     async def decode(self, tokenizer: Tokenizer, token_ids: list[int]) -> str:
-        """The text of tokens, special tokens included."""
+        """Return the text of tokens, including special tokens."""
         if len(token_ids) <= INLINE_CHARACTERS:
             return guarded(tokenizer.decode, token_ids, skip_special_tokens=False)
         text: str = await self.pool.run(
@@ -148,8 +150,7 @@ class Texts:
         return text
 
     async def unpack(self, packed: bytes) -> list[int]:
-        """Token ids that a worker process packed. Many of them take several turns of the event
-        loop."""
+        """Unpack token ids from a worker process, over several iterations if there are many."""
         token_ids = array("I", packed)
         if len(token_ids) <= TOKENS_PER_TURN:
             return token_ids.tolist()
@@ -171,12 +172,12 @@ class Texts:
     def _encode(self) -> None:
         short = self._short
         self._short = []
-        # There is one tokenizer, except in the turn in which a new engine becomes ready.
+        # There is one tokenizer, except in the iteration in which a new engine becomes ready.
         for tokenizer, group in groupby(short, lambda item: item.tokenizer):
             texts = list(group)
             try:
                 found = guarded(tokenizer.encode_many, [item.asked for item in texts])
-            except Exception:  # One of the texts is at fault, and only its request must fail.
+            except Exception:  # One of the texts is the cause, and only its request must fail.
                 for item in texts:
                     _answer(item)
             else:
@@ -201,13 +202,16 @@ def guarded(function: Callable[..., ResultType], *args: Any, **options: Any) -> 
         return function(*args, **options)
     except (Exception, GeneratorExit, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic in the native code of a library
+    except BaseException as error:  # This is a panic in the native code of a library.
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def weight(job: Encode | EncodeChat) -> int:
-    """Characters to tokenise, about. Above INLINE a worker process does it; above LIGHT it is a
-    heavy job, and so is whatever a client's own template does."""
+    """Return the approximate number of characters to tokenise.
+
+    Above INLINE_CHARACTERS a worker process does it, and above LIGHT_CHARACTERS it is a heavy job.
+    A job with a client's template is always heavy.
+    """
     if isinstance(job, Encode):
         return sum(map(len, job.texts))
     if job.template is not None:

@@ -1,12 +1,13 @@
-"""Every new spec of structured output is tried in a worker process before the engine compiles it.
+"""Compiles every new spec of structured output as a trial before the engine compiles it.
 
-    if not trials.passed(spec, param):      raises ApiError; `param` names the client's field in it
-        await trials.run(spec, param)       raises ApiError
+    if not trials.passed(spec, param):
+        await trials.run(spec, param)
 
-Compiling runs native code on what a client wrote. A spec that crashes it, or takes too long or too
-much memory, ends a worker process and costs nobody else anything. The verdict is remembered by the
-spec, whatever prompt comes with it: one that passed is not tried again, one that failed is
-quarantined, and refused at once.
+Both methods raise ApiError if the spec failed. `param` is the field of the request that the error
+names. A trial runs in a worker process, because compiling runs native code on untrusted input. A
+spec that crashes the compiler, or needs too much time or memory, ends only a worker process. The
+result is remembered for the spec: a spec that passed is not tried again, and a spec that failed is
+quarantined and refused at once.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from octavo.text.spec_errors import SPEC_NAMES, compilation_timed_out
 
 log = logging.getLogger(__name__)
 QUARANTINE = 600.0  # seconds
-REMEMBERED = 16_384  # specs
-HEAVY = 16 * 2**10  # characters: compiling a longer spec may take seconds
+REMEMBERED = 16_384  # The number of specs whose results are remembered.
+HEAVY = 16 * 2**10  # Compiling a spec with more characters may take seconds.
 CRASHED = ("text_worker_crashed", "text_memory_exceeded")
 LATE = "text_timeout"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a trial. `error` is None if the spec passed."""
+    """The result of a trial. `error` is None if the spec passed."""
 
     error: ApiError | None
     until: float
 
     def check(self, param: str | None) -> None:
-        """Raise the error anew: many requests may share a verdict."""
+        """Raise a copy of the error, because many requests may share a verdict."""
         error = self.error
         if error is not None:
             raise ApiError(
@@ -61,15 +62,15 @@ class Trials:
     def __init__(
         self, pool: WorkerPool, seconds: float, clock: Callable[[], float] = time.monotonic
     ):
-        """`seconds`: how long one trial may take."""
+        """Create the object. `seconds` limits the time of one trial."""
         self._pool = pool
         self._seconds = seconds
         self._clock = clock
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # the latest used last
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # In order of last use.
         self._running: dict[bytes, asyncio.Task[Verdict]] = {}
 
     def passed(self, spec: StructuredOutputs, param: str | None) -> bool:
-        """Whether the spec passed a trial. Raises ApiError while it is quarantined."""
+        """Return whether the spec passed a trial. Raises ApiError while it is quarantined."""
         mark = fingerprint(spec)
         verdict = self._verdicts.get(mark)
         if verdict is None:
@@ -82,7 +83,7 @@ class Trials:
         return True
 
     async def run(self, spec: StructuredOutputs, param: str | None) -> None:
-        """Try a spec. Requests with the same spec wait for the same trial. Raises ApiError."""
+        """Run a trial. Requests with the same spec share one trial. Raises ApiError if it fails."""
         mark = fingerprint(spec)
         task = self._running.get(mark)
         if task is None:
@@ -97,25 +98,26 @@ class Trials:
         except ApiError as found:
             error = self._translate(spec, found)
         except Exception as found:
-            log.exception("a trial of structured output failed")
+            log.exception("a trial compilation of structured output failed unexpectedly")
             error = api_error(found)
         finally:
             del self._running[mark]
         verdict = Verdict(error, self._clock() + QUARANTINE)
-        if error is None or error.status == 400:  # others are not the fault of the spec
+        if error is None or error.status == 400:  # Other errors are not caused by the spec.
             self._verdicts[mark] = verdict
             while len(self._verdicts) > REMEMBERED:
                 self._verdicts.popitem(last=False)
         return verdict
 
     def _translate(self, spec: StructuredOutputs, error: ApiError) -> ApiError:
-        """An error of the pool, in terms of structured output."""
+        """Return an error of the worker pool as an error about structured output."""
         if error.code == LATE:
             return api_error(compilation_timed_out(spec, self._seconds))
         if error.code in CRASHED:
             return ApiError(
                 400,
-                f"{SPEC_NAMES[spec.kind]} cannot be used: compiling it crashed or took too much memory, simplify it",
+                f"{SPEC_NAMES[spec.kind]} cannot be used, because compiling it crashed or needed "
+                "too much memory: simplify it",
                 "invalid_structured_output",
             )
         return error

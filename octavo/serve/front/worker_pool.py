@@ -1,8 +1,8 @@
-"""A pool of worker processes for input that is large, slow or not trusted.
+"""A pool of worker processes for input that is large, slow to process or not trusted.
 
     pool = WorkerPool(count=2, seconds=10.0)
-    pool.start(setup)                                the first message to each worker process
-    result = await pool.run(job, list[int])          raises ApiError
+    pool.start(setup)                          # `setup` is the first message to each process.
+    result = await pool.run(job, list[int])    # This raises ApiError if the job fails.
 
 Each worker process runs one job at a time. It is killed if a job takes too long, and replaced if it
 crashes, is killed or uses too much memory. Only the job that it ran fails. Jobs wait in a bounded
@@ -34,24 +34,23 @@ from octavo.serve.channel.sockets import Pipe, frames
 
 log = logging.getLogger(__name__)
 WORKER = (sys.executable, "-m", "octavo.serve.workers.worker")
-# One heap for the whole process, and large blocks go back to the system as soon as they are freed.
-# The tokenizer starts no threads of its own: the pool has as many processes as it may use cores.
+# Each process has one heap, and returns large blocks to the system as soon as they are freed. The
+# tokenizer starts no threads, because the pool has one process for each core that it may use.
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "262144",
     "TOKENIZERS_PARALLELISM": "false",
 }
-START_SECONDS = 60.0  # for a worker process to become ready
+START_SECONDS = 60.0  # A worker process has this time to become ready.
 FIRST_BACKOFF = 0.1
 LAST_BACKOFF = 10.0
-MAX_QUEUED_JOBS = 256  # jobs
-QUEUE_SECONDS = 30.0  # that a job may wait for a worker process
+MAX_QUEUED_JOBS = 256
+QUEUE_SECONDS = 30.0  # A job may wait this long for a worker process.
 
 
 @dataclass(eq=False)
 class Task:
-    """A job and the future of its reply. The timer limits how long the job waits, and then how long
-    it runs."""
+    """A job and the future of its reply. A timer limits its waiting time, then its run time."""
 
     job: msgspec.Struct
     payload: bytes | bytearray
@@ -68,13 +67,13 @@ class Task:
 
 
 class Worker:
-    """One worker process, and the front's end of the socket to it."""
+    """One worker process, and this process's end of the socket to it."""
 
     def __init__(self, end: socket.socket, process: asyncio.subprocess.Process):
         self.pipe = Pipe(end)
         self.descriptor = end.fileno()
         self.process = process
-        self.ready = False  # its setup is complete
+        self.ready = False  # True means that its setup is complete.
         self.task: Task | None = None
 
     def kill(self) -> None:
@@ -84,11 +83,11 @@ class Worker:
 
 class WorkerPool:
     def __init__(self, count: int, seconds: float, command: Sequence[str] = WORKER):
-        """`seconds`: how long a job may run, unless `run` says otherwise."""
+        """Create the pool. `seconds` limits the time of a job, unless `run` sets another limit."""
         self.count = count
         self.seconds = seconds
         self.command = command
-        self.replaced: Counter[str] = Counter()  # worker processes, by reason
+        self.replaced: Counter[str] = Counter()  # The replaced worker processes, by reason.
         self._setup: msgspec.Struct | None = None
         self._keeper_tasks: list[asyncio.Task[None]] = []
         self._workers: set[Worker] = set()
@@ -99,8 +98,10 @@ class WorkerPool:
     # ---- methods for callers ---------------------------------------------------------------------
 
     def start(self, setup: msgspec.Struct) -> None:
-        """Start the worker processes without waiting for them. If they run with another setup,
-        restart them."""
+        """Start the worker processes without waiting for them.
+
+        Processes that run with another setup are restarted.
+        """
         if setup == self._setup:
             return
         self._setup = setup
@@ -118,10 +119,13 @@ class WorkerPool:
         heavy: bool = False,
         seconds: float | None = None,
     ) -> Any:
-        """Run a job and return its result, which has the type `kind`. `payload` is sent after the
-        job without being copied, and becomes its `data`. Raises the ApiError of the job, 408 after
-        `seconds`, 400 if the job ends its worker process, or 503 if too many jobs wait. A job is
-        heavy if a client can make it slow on purpose."""
+        """Run a job and return its result, which has the type `kind`.
+
+        `payload` is sent after the job without being copied, and becomes its `data`. A job is
+        `heavy` if a client can make it slow on purpose. Raises the ApiError of the job, or
+        ApiError 408 after `seconds`, 400 if the job ends its worker process, and 503 if too many
+        jobs wait.
+        """
         if self._closed:
             raise draining()
         if len(self._queue) >= MAX_QUEUED_JOBS:
@@ -135,7 +139,7 @@ class WorkerPool:
         try:
             value = await task.value
         finally:
-            if task in self._queue:  # the caller was cancelled
+            if task in self._queue:  # The caller was cancelled.
                 self._queue.remove(task)
         return decoder(kind).decode(value)
 
@@ -163,13 +167,13 @@ class WorkerPool:
                 backoff = FIRST_BACKOFF
                 continue
             log.error(
-                "a worker process ended before it was ready; the next starts in %g s", backoff
+                "a worker process ended before it was ready: a new one starts in %g s", backoff
             )
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF)
 
     async def _run_worker(self) -> bool:
-        """One worker process, from its start to its end. Returns whether it became ready."""
+        """Run one worker process from its start to its end. Returns whether it became ready."""
         mine, theirs = socket.socketpair()
         with mine:
             with theirs:
@@ -241,7 +245,7 @@ class WorkerPool:
             asyncio.get_running_loop().remove_writer(worker.descriptor)
 
     def _readable(self, worker: Worker) -> bool:
-        """Whether there was something to read."""
+        """Read once and process the replies. Returns whether anything was read."""
         found = worker.pipe.receive()
         for data in found or ():
             self._replied(worker, data)
@@ -270,9 +274,9 @@ class WorkerPool:
         self._dispatch()
 
     def _on_timeout(self, worker: Worker, task: Task) -> None:
-        log.error("a job has taken %g s: its worker process is killed and replaced", task.seconds)
+        log.error("a job ran for more than %g s: its worker process is replaced", task.seconds)
         self.replaced["timeout"] += 1
-        task.fail(ApiError(408, "this input took too long to read: shorten it", "text_timeout"))
+        task.fail(ApiError(408, "the input took too long to process: shorten it", "text_timeout"))
         worker.kill()
 
     def _on_queue_timeout(self, task: Task) -> None:
@@ -298,7 +302,7 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 def busy() -> ApiError:
     return ApiError(
         503,
-        "too many long inputs are waiting to be read: try again soon",
+        "too many long inputs are waiting to be processed: try again soon",
         "text_workers_busy",
         retry_after=1.0,
     )
@@ -307,6 +311,6 @@ def busy() -> ApiError:
 def crashed() -> ApiError:
     return ApiError(
         400,
-        "this input ended the process that read it: shorten or simplify it",
+        "the input crashed the process that parsed it: shorten or simplify it",
         "text_worker_crashed",
     )

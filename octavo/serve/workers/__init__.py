@@ -1,5 +1,6 @@
-"""The worker processes: they handle input that is large, slow or not trusted.
+"""The worker processes handle input that is large, slow to process or not trusted.
 
-The front starts a few of them (`octavo.serve.front.worker_pool`) and kills one that exceeds its
-limits. The event loop of the front runs the same handlers itself when the input is small.
+The front process starts a few of them (`octavo.serve.front.worker_pool`) and kills one that
+exceeds its limits. When the input is small, the event loop of the front process runs the same
+handlers itself.
 """

@@ -1,9 +1,8 @@
-"""What worker processes do: one function for each job in jobs.py. They may be slow, take much
-memory or crash.
+"""The handlers of the worker processes: one function for each job in jobs.py.
 
-Each takes a Context and a job, and returns a result that msgspec can encode. Raise ApiError or
-InvalidRequest for what is the client's fault. Imports no torch: a worker process starts in a
-fraction of a second.
+A handler takes a Context and a job, and returns a result that msgspec can encode. It raises
+ApiError or InvalidRequest if the request is invalid. It may be slow, use much memory or crash. This
+module does not import torch, so that a worker process starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SLICE = 64 * 2**10  # characters
 
 @dataclass
 class Context:
-    """What the jobs need to know."""
+    """The data that all jobs need."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -69,8 +68,10 @@ class Context:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """llguidance's view of the tokenizer. Which token ends a text does not matter to a
-        trial."""
+        """The tokenizer in the form that llguidance needs.
+
+        A trial compilation does not depend on the end token, so any token can take its place.
+        """
         from octavo.text.vocabulary import make_vocabulary
 
         end_ids = tuple(sorted(self.tokenizer.end_ids)) or (0,)
@@ -81,20 +82,20 @@ class Context:
 
 
 def parse_body(context: Context, job: Parse) -> tuple[msgspec.Struct, dict[str, Any]]:
-    """A request that is small enough for the event loop to decode."""
+    """Parse a body into a request that is small enough for the event loop to decode."""
     kind: type[msgspec.Struct] = getattr(protocol, job.kind)
     request, unknown = read_request(job.data, kind, context.limits)
     check_texts(context, request)
     if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
         request.prompt = packed_prompts(context, request)
     if isinstance(request, protocol.OpenAI):
-        request.metadata = None  # it has no effect, and may be large
+        request.metadata = None  # This field has no effect and may be large.
     check_values(context, request)
     return request, unknown
 
 
 def parse_message(context: Context, job: ParseMessage) -> tuple[msgspec.Struct, dict[str, Any]]:
-    """The same for a gRPC message."""
+    """Parse a gRPC message into a request that is small enough for the event loop to decode."""
     from octavo.serve.api.grpc_request import read_message
 
     kind: type[msgspec.Struct] = getattr(protocol, job.kind)
@@ -105,20 +106,21 @@ def parse_message(context: Context, job: ParseMessage) -> tuple[msgspec.Struct, 
 
 
 def check_values(context: Context, request: msgspec.Struct) -> None:
-    """Refuse a request of too many values for the event loop."""
+    """Refuse a request that has too many values for the event loop to decode."""
     left = context.limits.values
     for name in request.__struct_fields__:
         left -= count_values(getattr(request, name), left)
         if left < 0:
             raise invalid_field(
                 name,
-                f"the request holds more than {context.limits.values} values up to {name}: leave some out",
+                f"the request has more than {context.limits.values} values up to and including "
+                f"{name}: remove some of them",
                 "param_out_of_range",
             )
 
 
 def check_texts(context: Context, request: msgspec.Struct) -> None:
-    """Refuse texts that cannot fit, so that they do not travel back."""
+    """Refuse texts that are longer than the context, so that they are not sent back."""
     if isinstance(request, TokenizeRequest) or getattr(request, "truncate_prompt_tokens", None):
         return
     for name in ("prompt", "prompts"):
@@ -129,7 +131,7 @@ def check_texts(context: Context, request: msgspec.Struct) -> None:
 
 
 def packed_prompts(context: Context, request: CompletionRequest) -> list[Any]:
-    """The prompts, with token ids checked and packed."""
+    """Check the token ids among the prompts, and return the prompts with token ids packed."""
     limits = context.limits
     prompts = prompt.prompt_list(request.prompt, limits)
     total = 0
@@ -149,7 +151,8 @@ def check_total(count: int, limits: Limits) -> None:
     if count > limits.prompt_tokens:
         raise invalid_field(
             "prompt",
-            f"the prompts of one request may have {limits.prompt_tokens} tokens in all: send fewer at a time",
+            f"the prompts of one request can have at most {limits.prompt_tokens} tokens together: "
+            "send fewer prompts in one request",
             "param_out_of_range",
         )
 
@@ -186,7 +189,7 @@ def encode_messages(context: Context, job: EncodeChat) -> Encoded:
 
 @contextmanager
 def blaming(template: str | None) -> Iterator[None]:
-    """Whatever a client's own template raises is an error of the client's."""
+    """Report every error of a template that came with the request as an invalid request."""
     try:
         yield
     except MemoryError:
@@ -201,9 +204,11 @@ def blaming(template: str | None) -> Iterator[None]:
 
 
 def check_length(tokenizer: Tokenizer, text: str, job: Encode | EncodeChat) -> None:
-    """Refuse a text that is far too long without tokenising all of it: it is tokenised slice by
-    slice until there are twice as many tokens as fit. Cutting a text into slices changes its number
-    of tokens by a few for each slice."""
+    """Refuse a text that is far too long without tokenising all of it.
+
+    The text is tokenised slice by slice until there are twice as many tokens as the context holds.
+    The factor of two is a margin: slicing changes the number of tokens by a few per slice.
+    """
     if job.keep is not None or len(text) <= 8 * job.context:
         return
     count = 0
@@ -250,11 +255,12 @@ def tokenize_reply(context: Context, ids: list[int], token_strs: bool) -> bytes:
 def detokenize(context: Context, job: Detokenize) -> Detokenized:
     request, unknown = read_request(job.data, DetokenizeRequest, context.limits)
     if request.tokens is None:
-        raise invalid_field("tokens", "tokens must be a list of token ids")
+        raise invalid_field("tokens", "tokens is missing: it must be a list of token ids")
     if len(request.tokens) > context.limits.prompt_tokens:
         raise invalid_field(
             "tokens",
-            f"tokens may have at most {context.limits.prompt_tokens} token ids, got {len(request.tokens)}",
+            f"tokens can have at most {context.limits.prompt_tokens} token ids, "
+            f"got {len(request.tokens)}",
             "param_out_of_range",
         )
     if request.tokens:

@@ -1,8 +1,8 @@
-"""A worker process: runs one job at a time, with its memory limited. The front starts it and may
-kill it at any time.
+"""The main program of a worker process, which runs one job at a time with limited memory.
 
-Blocks on its socket between jobs and ends when the front closes it. Imports no torch, so that it
-starts quickly. Never writes to the log: what a client sent could be in it.
+The front process starts it and may kill it at any time. Between jobs it waits on its socket, and it
+ends when the front process closes the socket. It does not import torch, so that it starts quickly.
+It never writes to the log, because a log line could contain the input of a client.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from octavo.serve.channel.sockets import LENGTH, frame
 from octavo.serve.process import die_with_parent
 from octavo.serve.workers.handlers import HANDLERS, Context
 
-RETAINED = 64 * 2**20  # bytes above its size at the start that a process may keep between jobs
+RETAINED = 64 * 2**20  # Between jobs a process may use this many bytes more than at its start.
 PAGE = resource.getpagesize()
 
 
@@ -47,7 +47,7 @@ PAGE = resource.getpagesize()
 
 
 def answer(context: Context, data: bytes, payload: bytes) -> Reply:
-    """The reply to a job, whatever happens in it."""
+    """Run a job and return the reply. Every exception becomes a reply too."""
     try:
         job = decode_job(data)
         if isinstance(job, Parse | ParseMessage | Detokenize):
@@ -56,7 +56,7 @@ def answer(context: Context, data: bytes, payload: bytes) -> Reply:
     except MemoryError:
         return JobRefused(
             400,
-            f"this input needs more than {context.limits.text_memory} bytes of memory to read: "
+            f"the input needs more than {context.limits.text_memory} bytes of memory to process: "
             "shorten or simplify it",
             "text_memory_exceeded",
             retire=True,
@@ -64,12 +64,12 @@ def answer(context: Context, data: bytes, payload: bytes) -> Reply:
     except (ApiError, InvalidRequest) as error:
         found = api_error(error)
         return JobRefused(found.status, found.message, found.code, found.param)
-    except BaseException as error:  # a panic in native code is not an Exception
+    except BaseException as error:  # A panic in native code is not an Exception.
         return JobFailed(shown(error))
 
 
 def shown(error: BaseException) -> str:
-    """Where it was raised and its type. Its message may quote the client."""
+    """Return the type of an error and where it was raised. Its message may quote the client."""
     places = traceback.extract_tb(error.__traceback__)
     lines = [f"{Path(place.filename).name}:{place.lineno} in {place.name}" for place in places]
     return "\n".join([*lines, type(error).__name__])
@@ -80,32 +80,32 @@ def shown(error: BaseException) -> str:
 
 @dataclass
 class Memory:
-    """Limits the address space of this process, and tells when it keeps too much of it."""
+    """Limits the address space of this process, and detects that it keeps too much memory."""
 
-    base: int  # bytes resident at the start
+    base: int  # The resident bytes at the start.
 
     @classmethod
     def limited(cls, allowance: int) -> Memory:
-        """From now on allocations beyond the present size and the allowance fail."""
+        """Limit this process to its present size plus `allowance` bytes."""
         size, resident = memory_used()
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         if size:
-            with suppress(ValueError, OSError):  # the system already sets a lower limit
+            with suppress(ValueError, OSError):  # The system has set a lower limit.
                 resource.setrlimit(resource.RLIMIT_AS, (size + allowance, hard))
         return cls(resident)
 
     def exceeded(self) -> bool:
-        """Return whether memory stays far above its size at the start, even after a trim."""
+        """Return whether the process uses far more memory than at its start, even after a trim."""
         if memory_used()[1] - self.base < RETAINED:
             return False
         gc.collect()
-        with suppress(AttributeError, OSError):  # glibc alone has it
+        with suppress(AttributeError, OSError):  # Only glibc has this function.
             ctypes.CDLL(None).malloc_trim(0)
         return memory_used()[1] - self.base >= RETAINED
 
 
 def memory_used() -> tuple[int, int]:
-    """Bytes of address space, and bytes resident. Elsewhere than on Linux both are unknown: 0."""
+    """Return the bytes of address space and the resident bytes. Both are 0 if this is not Linux."""
     try:
         size, resident = Path("/proc/self/statm").read_text().split()[:2]
     except OSError:
@@ -117,7 +117,7 @@ def memory_used() -> tuple[int, int]:
 
 
 def receive(stream: BinaryIO) -> tuple[bytes, bytes] | None:
-    """The next job and its payload. None: the front has closed the socket."""
+    """Return the next job and its payload, or None if the front has closed the socket."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -127,7 +127,7 @@ def receive(stream: BinaryIO) -> tuple[bytes, bytes] | None:
 
 
 def main(number: int) -> int:
-    """`number`: the descriptor of this process's end of the socket."""
+    """Run jobs from the socket with the descriptor `number`."""
     die_with_parent()
     os.set_inheritable(number, False)
     with socket.socket(fileno=number) as end, end.makefile("rb") as stream:
@@ -135,10 +135,10 @@ def main(number: int) -> int:
         if found is None:
             return 0
         context = Context.read(decode_setup(found[0]))
-        with suppress(InvalidRequest):  # a trial raises it again
+        with suppress(InvalidRequest):  # A trial raises the error again.
             _ = context.vocabulary
         gc.collect()
-        gc.disable()  # a job may build millions of objects, and none of them are cycles
+        gc.disable()  # A job may create millions of objects, but no reference cycles.
         memory = Memory.limited(context.limits.text_memory)
         end.sendall(frame(encode(JobDone(msgspec.Raw(encode(None))))))
         while (found := receive(stream)) is not None:
