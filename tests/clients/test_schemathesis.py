@@ -30,17 +30,17 @@ WHY = re.compile(
     "|".join((
         # what is in the text
         "^context_length_exceeded", "^invalid_structured_output", "^structured_output_failed",
-        "beyond 64 bits", "logit_bias names token",
+        "fit in 64 bits", "logit_bias names token",
         # 1.0 is an integer to a schema
-        "expected integer, got number", "^None token ids are integers",
+        "expected integer, got number", "^None token ids must be integers",
         "the chat template has no option", "chat_template_kwargs may not name",  # the model's own
         # fields that do not go together
-        "only with stream: true", "cannot be streamed", "needs logprobs", "is for requests with tools",
-        "is for beam search", "not supported with beam search", "beam search follows no structure",
-        "there are two tools by the name", "there is no such tool among", "held to JSON only",
-        "both say what the text must match", "ask for different things", "exclude each other", "no token is left", "two keys for token",
-        r"min_tokens.* must not exceed", r"best_of must be in \[", "must be 1 at temperature 0", "n x prompts", "x prompts may",
-        "so many prompt logprobs", "continue_final_message", "tool_calls",
+        "only with stream: true", "cannot be streamed", "needs logprobs", "tool_choice needs tools",
+        "is for beam search", "not supported with beam search", "search does not support",
+        "two tools have the name", "has no tool with this name", "can only be JSON",
+        "both say what the text must match", "specify different outputs", "exclude each other", "no token is left", "two keys for token",
+        r"min_tokens.* must not exceed", r"best_of must be in \[", "must be 1 at temperature 0", "n x prompts", "x prompts can",
+        "prompt logprobs, but at most", "continue_final_message", "tool_calls",
     ))
 )  # fmt: skip
 

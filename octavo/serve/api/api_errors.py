@@ -30,11 +30,11 @@ TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-MAX_RETRY_AFTER = 120.0  # seconds; openai-python ignores larger values
+MAX_RETRY_AFTER = 120.0  # openai-python ignores a larger number of seconds.
 
 
 class ApiError(Exception):
-    """An error for one client. If a retry is useful, `retry_after` says after how many seconds."""
+    """An error for one client. `retry_after` is the number of seconds after which to retry."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class ApiError(Exception):
         retry_after: float | None = None,
         allow: str | None = None,
     ):
-        """`allow` names the HTTP methods that a route accepts."""
-        # The texts may quote the request. Half of a surrogate pair cannot be encoded in a reply.
+        """Create the error. `allow` names the HTTP methods that a route accepts."""
+        # The message may quote the request. Half of a surrogate pair cannot be encoded.
         message = message.encode(errors="replace").decode()
         param = param and param.encode(errors="replace").decode()
         super().__init__(message)
@@ -78,23 +78,25 @@ class ApiError(Exception):
             found["retry-after"] = str(math.ceil(seconds))
             found["retry-after-ms"] = str(math.ceil(seconds * 1000))
             found["x-should-retry"] = "true"
-        elif self.status >= 500:  # clients would try again, and get the same
+        elif self.status >= 500:  # Clients would retry and get the same error.
             found["x-should-retry"] = "false"
         if self.allow is not None:
             found["allow"] = self.allow
         if self.status == 401:
             found["www-authenticate"] = "Bearer"
         if self.status in (408, 413, 431):
-            found["connection"] = "close"  # the rest of the request is not read
+            found["connection"] = "close"  # The rest of the request is not read.
         return found
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self.body)
 
     def forget(self) -> ApiError:
-        """Remove the traceback and return the error. The traceback refers to the frame that handles
-        the error, which refers to the error. This cycle would keep the data of the request
-        until the garbage collector runs."""
+        """Remove the traceback and return the error.
+
+        The traceback refers to the frame that handles the error, and the frame refers to the error.
+        This cycle would keep the data of the request until the garbage collector runs.
+        """
         self.__traceback__ = None
         self.__context__ = None
         return self
@@ -106,11 +108,13 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), error.code, error.param)
-    if isinstance(error, ModelError):  # for example the chat template of the model fails
-        return ApiError(500, "the model's own files do not allow this request", "model_error")
+    if isinstance(error, ModelError):  # For example, the chat template of the model fails.
+        return ApiError(
+            500, "the files of the model, such as its chat template, are faulty", "model_error"
+        )
     return ApiError(
         500,
-        "an error inside the server: its log has more under this request's id",
+        "an internal error occurred: the log of the server has the details under this request id",
         "internal_error",
     )
 
@@ -123,11 +127,10 @@ def invalid_field(param: str | None, message: str, code: str | None = None) -> A
 
 
 def prompt_too_long(tokens: int | str, context: int, param: str = "prompt") -> ApiError:
-    """`tokens` is the length of the prompt, or a phrase such as "more than 1024"."""
+    """Return the error. `tokens` is the length, or a phrase such as "more than 1024"."""
     message = (
-        f"the prompt has {tokens} tokens, but the context holds {context} and one must be left to "
-        "generate: shorten it (in a chat or a completion, truncate_prompt_tokens keeps this many "
-        "of its last tokens)"
+        f"the prompt has {tokens} tokens, but the context holds {context}, and the reply needs at "
+        "least one: shorten the prompt, or set truncate_prompt_tokens in a chat or completion"
     )
     return invalid_field(param, message, "context_length_exceeded")
 
@@ -138,7 +141,7 @@ def unsupported(param: str, why: str) -> ApiError:
 
 def not_ready(phase: str, restarting: bool) -> ApiError:
     code, what = (
-        ("engine_restarting", "starting again")
+        ("engine_restarting", "restarting")
         if restarting
         else ("engine_starting", f"not ready yet ({phase})")
     )
@@ -148,7 +151,7 @@ def not_ready(phase: str, restarting: bool) -> ApiError:
 def engine_lost() -> ApiError:
     return ApiError(
         503,
-        "the engine stopped while it worked on this request; it is starting again",
+        "the engine failed during this request and is restarting: try again soon",
         "engine_restarting",
         retry_after=2.0,
     )
@@ -157,7 +160,7 @@ def engine_lost() -> ApiError:
 def step_failed() -> ApiError:
     return ApiError(
         500,
-        "the computation failed for this request; others go on",
+        "the computation of this request failed, but the server is running: try again",
         "engine_error",
         retry_after=0.5,
     )
@@ -167,7 +170,7 @@ def out_of_memory() -> ApiError:
     return ApiError(
         503,
         "the device has too little memory for this request, even in smaller steps: try again "
-        "later, or shorten it",
+        "later, or shorten the prompt",
         "out_of_memory",
         retry_after=5.0,
     )
@@ -188,7 +191,7 @@ def poisoned() -> ApiError:
 def tried_alone() -> ApiError:
     return ApiError(
         503,
-        "this request was running when the engine failed twice; such requests are run one at a "
+        "this request was running when the engine failed twice, and such requests run one at a "
         "time: try again soon",
         "engine_restarting",
         retry_after=1.0,
@@ -197,13 +200,16 @@ def tried_alone() -> ApiError:
 
 def draining() -> ApiError:
     return ApiError(
-        503, "the server is shutting down: try another one", "draining", retry_after=5.0
+        503, "the server is shutting down: try another server", "draining", retry_after=5.0
     )
 
 
 def cut_off() -> ApiError:
     return ApiError(
-        503, "the server shut down before this request was finished", "draining", retry_after=5.0
+        503,
+        "the server shut down before this request was finished: try another server",
+        "draining",
+        retry_after=5.0,
     )
 
 
@@ -224,7 +230,7 @@ def queue_full(what: str, retry_after: float) -> ApiError:
 def queue_timeout(seconds: float, retry_after: float) -> ApiError:
     return ApiError(
         429,
-        f"the request waited {seconds:g} s in the queue and was not started: try again later",
+        f"the request waited in the queue for {seconds:g} s without being started: try again later",
         "queue_timeout",
         type="overloaded_error",
         retry_after=retry_after,
@@ -234,6 +240,7 @@ def queue_timeout(seconds: float, retry_after: float) -> ApiError:
 def deadline_exceeded(seconds: float) -> ApiError:
     return ApiError(
         504,
-        f"the request was not finished within its timeout of {seconds:g} s",
+        f"the request did not finish within its timeout of {seconds:g} s: shorten the reply, or "
+        "set a longer timeout",
         "deadline_exceeded",
     )

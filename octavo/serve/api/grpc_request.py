@@ -1,4 +1,4 @@
-"""gRPC messages as requests: the fields of octavo.proto have the names of protocol.py."""
+"""Turns gRPC messages into requests. The fields of octavo.proto have the names of protocol.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MESSAGES: dict[type[msgspec.Struct], type[Message]] = {
 
 
 def read_message(data: Bytes, kind: type[T], limits: Limits) -> tuple[T, dict[str, Any]]:
-    """The message as a `kind`, and its unknown fields by number."""
+    """Return the message as a `kind`, and its unknown fields by number."""
     message: Any = parse_message(data, MESSAGES[kind])
     unknown = {f"field-{field.field_number}": True for field in UnknownFieldSet(message)}
     check_unknown(unknown, limits)
@@ -37,12 +37,12 @@ def parse_message(data: Bytes, kind: type[M]) -> M:
     except DecodeError:
         raise invalid_field(
             None,
-            f"the message is no {kind.DESCRIPTOR.full_name}, or has text that is not UTF-8",
+            f"the message is not a valid {kind.DESCRIPTOR.full_name}, or its text is not UTF-8",
         ) from None
 
 
 def fields(asked: pb.GenerateRequest | pb.BatchGenerateRequest) -> dict[str, Any]:
-    """What is set, by protocol.py's names, which are the same, and as JSON would bring it."""
+    """Return the fields that are set, with the names and types that a JSON request has."""
     given = {field.name: value for field, value in asked.ListFields()}
     if "structured_outputs" in given:
         given["structured_outputs"] = {

@@ -1,4 +1,4 @@
-"""The layout of logprobs in replies: two forms of OpenAI, and the form of vLLM for prompts."""
+"""Formats logprobs for replies: in two forms of OpenAI, and in the form of vLLM for prompts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from octavo.text.tokenizer import Tokenizer
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as text. A token that is part of a character is written by its bytes, so that
-    different tokens stay different."""
+    """Return a token as text.
+
+    A token that is part of a character is written as bytes, so that different tokens have different
+    texts.
+    """
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
@@ -22,22 +25,22 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _finite(value: float) -> float:
-    return max(value, -9999.0)  # JSON has no infinity
+    return max(value, -9999.0)  # JSON has no infinity.
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which logprobs a request asks for."""
+    """The logprobs that a request asks for."""
 
-    top: int  # how many of the likeliest tokens
-    named: list[int] | None = None  # these tokens in place of the likeliest
-    as_ids: bool = False  # tokens are written as token_id:N
+    top: int  # The number of likeliest tokens.
+    named: list[int] | None = None  # These tokens are reported instead of the likeliest.
+    as_ids: bool = False  # Tokens are written as token_id:N.
 
     def _text(self, tokenizer: Tokenizer, token_id: int) -> str:
         return f"token_id:{token_id}" if self.as_ids else token_text(tokenizer, token_id)
 
     def _shown(self, position: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
-        """The tokens beside the chosen one, which may be among them."""
+        """Return the tokens to report at a position, which may include the chosen token."""
         if self.named is not None:
             return [(token_id, position[token_id]) for token_id in self.named]
         return sorted(position.items(), key=lambda item: item[1].rank or 0)[: self.top]
@@ -64,15 +67,18 @@ class Layout:
         positions: list[dict[int, Logprob] | None],
         offsets: list[int],
     ) -> dict[str, Any]:
-        """An entry of `positions` is None for the first token of a prompt, because no token
-        precedes it."""
+        """Return the logprobs of a completion.
+
+        An entry of `positions` is None for the first token of a prompt, because no token precedes
+        it.
+        """
         each: list[dict[str, float] | None] = []
         for position in positions:
             if position is None:
                 each.append(None)
                 continue
             (token_id, chosen), *_ = position.items()
-            # of two tokens with the same text, the first one counts
+            # If two tokens have the same text, the first one is used.
             values = {
                 self._text(tokenizer, token_id): _finite(logprob.logprob)
                 for token_id, logprob in reversed(self._shown(position))
@@ -92,8 +98,11 @@ class Layout:
 
 
 class Offsets:
-    """Where in a text each of its tokens begins. A token that is part of a character begins where
-    the character does; a token that is not shown begins where the next shown one does."""
+    """Computes the offset of each token in the text.
+
+    A token that is part of a character has the offset of the character. A token that is not shown
+    has the offset of the next shown token.
+    """
 
     def __init__(
         self,
@@ -107,9 +116,12 @@ class Offsets:
         self.shown = position
 
     def push(self, token_ids: list[int], shown: int, last: bool = True) -> list[int]:
-        """`shown`: how many more characters the client sees. Text that is held back may turn out to
-        be a stop string, which is never shown. That is known at the `last` call; tokens of a stop
-        string that were reported before have the offsets that they would have had."""
+        """Return the offsets of these tokens. `shown` is the number of new characters in the reply.
+
+        Text is held back while it may become a stop string, which is never shown. Only the `last`
+        call knows. Tokens of a stop string that were reported earlier have the offsets of a text
+        without that stop string.
+        """
         positions = []
         for token_id in token_ids:
             positions.append(self.at)
@@ -119,7 +131,7 @@ class Offsets:
 
 
 def prompt_logprobs_of(collector: Collector) -> list[dict[str, Any] | None] | None:
-    """The logprobs of a prompt in the form of vLLM: by token id."""
+    """Return the logprobs of a prompt in the form of vLLM, by token id."""
     if collector.prompt_logprobs is None:
         return None
     entries: list[dict[str, Any] | None] = []

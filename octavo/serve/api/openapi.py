@@ -23,26 +23,26 @@ POSTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a conversation.", ("messages",)),
     "/v1/chat/completions/render": (
         ChatRequest,
-        "The prompt that a conversation becomes.",
+        "Render the prompt of a conversation.",
         ("messages",),
     ),
     "/v1/completions": (CompletionRequest, "Continue a text.", ("prompt",)),
-    "/generate": (GenerateRequest, "Continue a text; the reply is its text alone.", ("prompt",)),
+    "/generate": (GenerateRequest, "Continue a text, and reply with text only.", ("prompt",)),
     "/batch_generate": (BatchGenerateRequest, "Continue several texts.", ("prompts",)),
-    "/tokenize": (TokenizeRequest, "Text to token ids.", ()),
-    "/detokenize": (DetokenizeRequest, "Token ids to text.", ("tokens",)),
+    "/tokenize": (TokenizeRequest, "Convert text to token ids.", ()),
+    "/detokenize": (DetokenizeRequest, "Convert token ids to text.", ("tokens",)),
 }
 GETS = {
-    "/v1/models": "The models: one.",
-    "/tokenizer_info": "What the tokenizer is.",
-    "/v1/limits": "The bounds of everything a request may hold.",
-    "/v1/dumps": "Where the engine stood when it last hung: for administrators.",
-    "/version": "The server's version.",
-    "/livez": "200 while the server's loop runs.",
-    "/readyz": "200 while requests are taken.",
-    "/startupz": "200 once the model is loaded; before, how far it is.",
-    "/health": "As /readyz.",
-    "/metrics": "Prometheus' text format.",
+    "/v1/models": "List the model.",
+    "/tokenizer_info": "Describe the tokenizer.",
+    "/v1/limits": "List the limits of requests.",
+    "/v1/dumps": "Return the state of the engine when it hung, for administrators only.",
+    "/version": "Return the version of the server.",
+    "/livez": "Return status 200 while the event loop of the server runs.",
+    "/readyz": "Return status 200 while the server accepts requests.",
+    "/startupz": "Return status 200 after the model is loaded, and the progress before.",
+    "/health": "Return the same as /readyz.",
+    "/metrics": "Return the metrics in the text format of Prometheus.",
 }
 ERROR = {
     "type": "object",
@@ -127,7 +127,7 @@ TOOL_CHOICE = {
     ]
 }
 OBJECT = {"type": "object"}
-# tokens; -1: as many as fit
+# A number of tokens. -1 stands for as many as fit.
 LENGTH = {
     "anyOf": [
         {"type": "integer", "minimum": 1, "maximum": 2**63 - 1},
@@ -197,7 +197,7 @@ def text_of(limits: Limits) -> dict[str, Any]:
 
 
 def structure(limits: Limits) -> dict[str, Any]:
-    """structured_outputs: one of these, and nothing else."""
+    """Return the schema of structured_outputs, which has exactly one of these kinds."""
     text = text_of(limits)
     kinds = {
         "json": {"anyOf": [OBJECT, text]},
@@ -221,8 +221,10 @@ def structure(limits: Limits) -> dict[str, Any]:
 def bounds(
     names: tuple[str, ...], limits: Limits, vocab_size: int | None
 ) -> dict[str, dict[str, Any]]:
-    """What a field may hold, besides its type. Bounds stand beside the type: one for numbers means
-    nothing to a text."""
+    """Return the limits of each field, to be added to the schema of its type.
+
+    JSON Schema ignores a limit that does not apply to a value, such as `maximum` for a string.
+    """
     id = {"type": "integer", "minimum": 0} | ({"maximum": vocab_size - 1} if vocab_size else {})
     return {
         "model": {"enum": [*names, None]},
@@ -238,7 +240,7 @@ def bounds(
 
 
 def prompt_bounds(limits: Limits, id: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """`id`: the schema of a token id."""
+    """Return the limits of the fields of prompts. `id` is the schema of a token id."""
     some_ids = {"type": "array", "items": id, "minItems": 1}
     several = {"type": "array", "minItems": 1, "maxItems": limits.prompts}
     return {
@@ -320,7 +322,7 @@ def structure_bounds(limits: Limits) -> dict[str, dict[str, Any]]:
 def describe(
     schema: dict[str, Any], required: tuple[str, ...], known: dict[str, dict[str, Any]]
 ) -> None:
-    """Put a struct's bounds into its schema. What is required may not be null."""
+    """Add the limits to the schema of a struct. A required field may not be null."""
     for name, field in schema["properties"].items():
         if name in required:
             field["anyOf"] = [kind for kind in field["anyOf"] if kind != {"type": "null"}]
@@ -333,11 +335,18 @@ def describe(
         schema["required"] = list(required)
 
 
+def post_operation(
+    summary: str, schema: dict[str, Any], responses: dict[str, Any]
+) -> dict[str, Any]:
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {"summary": summary, "requestBody": body, "responses": responses}
+
+
 @cache
 def description(
     names: tuple[str, ...], limits: Limits, vocab_size: int | None = None
 ) -> dict[str, Any]:
-    """`vocab_size`: known once the model is loaded."""
+    """Return the OpenAPI description. `vocab_size` is None until the model is loaded."""
     kinds = list(dict.fromkeys(kind for kind, _, _ in POSTS.values()))
     refs, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
@@ -347,30 +356,34 @@ def description(
     for kind, required in needed.items():
         known = bounds(names, limits, vocab_size)
         if kind is not CompletionRequest:
-            del known["prompt"]  # a text
+            del known["prompt"]  # Other routes accept only a string.
         describe(components[kind.__name__], required, known)
-    one = [{"required": [name], "properties": {name: {"not": {"type": "null"}}, other: {"type": "null"}}}
-           for name, other in (("prompt", "messages"), ("messages", "prompt"))]  # fmt: skip
+    one = [
+        {
+            "required": [name],
+            "properties": {name: {"not": {"type": "null"}}, other: {"type": "null"}},
+        }
+        for name, other in (("prompt", "messages"), ("messages", "prompt"))
+    ]
     components["TokenizeRequest"]["oneOf"] = one
     failed = {
-        "description": "What was wrong.",
+        "description": "The request failed.",
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
     }
-    good = {"description": "Done.", "content": {"application/json": {}}}
+    good = {"description": "The request succeeded.", "content": {"application/json": {}}}
     codes = ("400", "401", "403", "404", "408", "413", "415", "421", "429", "500", "503", "504")
     responses = {"200": good, **dict.fromkeys(codes, failed)}
     paths: dict[str, Any] = {
-        path: {"post": {"summary": text, "requestBody": {"required": True, "content": {"application/json": {
-            "schema": schemas[kind]}}}, "responses": responses}}
+        path: {"post": post_operation(text, schemas[kind], responses)}
         for path, (kind, text, _) in POSTS.items()
-    }  # fmt: skip
+    }
     paths |= {
         path: {"get": {"summary": text, "responses": responses}} for path, text in GETS.items()
     }
     for path in ("/v1/chat/completions", "/v1/completions"):
         streamed = {**good, "content": {"application/json": {}, "text/event-stream": {}}}
         paths[path]["post"]["responses"] = {**responses, "200": streamed}
-    text = {"description": "Done.", "content": {"text/plain": {}}}
+    text = {"description": "The request succeeded.", "content": {"text/plain": {}}}
     paths["/metrics"]["get"]["responses"] = {**responses, "200": text}
     id = {
         "name": "id",
@@ -383,10 +396,10 @@ def description(
         "schema": {"type": "string", "pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"},
     }
     paths["/v1/models/{id}"] = {
-        "get": {"summary": "One model.", "parameters": [id], "responses": responses}
+        "get": {"summary": "Describe the model.", "parameters": [id], "responses": responses}
     }
     paths["/v1/requests/{id}/cancel"] = {
-        "post": {"summary": "End a request.", "parameters": [label], "responses": responses}
+        "post": {"summary": "Cancel a request.", "parameters": [label], "responses": responses}
     }
     return {
         "openapi": "3.1.0",

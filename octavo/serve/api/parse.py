@@ -19,11 +19,11 @@ from octavo.serve.limits import Limits
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-LONG_NUMBER = re.compile(rb"\d{19}")  # a number that may exceed 64 bits
+LONG_NUMBER = re.compile(rb"\d{19}")  # Such a number may exceed 64 bits.
 SMALL_BODY = 4096  # bytes
 ESCAPED_COLON = b"\\u003"
-# A body is parsed within 2 ms if it has at most INLINE bytes, or is mostly text: at most LONG_TEXT
-# bytes and few commas, which bound the number of its values.
+# A body is parsed within 2 ms if it has at most INLINE_BYTES, or if it is mostly text. Then it has
+# at most LONG_TEXT bytes and few commas, which limit the number of values.
 INLINE_BYTES = 32 * 2**10
 LONG_TEXT = 512 * 2**10
 INLINE_COMMAS = 4096
@@ -32,7 +32,7 @@ SCALARS = (str, bytes, int, float, bool)
 
 
 def is_quick(data: Bytes) -> bool:
-    """Whether the event loop may parse this body itself."""
+    """Return whether the event loop may parse this body itself."""
     return len(data) <= INLINE_BYTES or (
         len(data) <= LONG_TEXT and data.count(b",") <= INLINE_COMMAS
     )
@@ -41,8 +41,10 @@ def is_quick(data: Bytes) -> bool:
 def read_request(
     data: Bytes, kind: type[RequestType], limits: Limits
 ) -> tuple[RequestType, dict[str, Any]]:
-    """Return the body as a `kind`, and the fields that `kind` does not have. The caller compares
-    unknown values with small ones only, so a large value is replaced by True."""
+    """Return the body as a `kind`, and the fields that `kind` does not have.
+
+    Callers compare unknown values only with small values, so a large one is replaced by True.
+    """
     request, unknown = convert(parse(data), kind)
     check_unknown(unknown, limits)
     return request, {name: brief(value) for name, value in unknown.items()}
@@ -52,8 +54,8 @@ def check_unknown(unknown: dict[str, Any], limits: Limits) -> None:
     if len(unknown) > limits.unknown_fields:
         raise invalid_field(
             None,
-            f"the request has {len(unknown)} unknown fields, but at most {limits.unknown_fields} are ignored: "
-            "leave them out",
+            f"the request has {len(unknown)} unknown fields, but at most {limits.unknown_fields} "
+            "are allowed: remove them",
             "param_out_of_range",
         )
 
@@ -64,7 +66,7 @@ def brief(value: Any) -> Any:
 
 
 def count_values(value: Any, most: int) -> int:
-    """How many values `value` is made of, itself included. Stops soon after `most`."""
+    """Return the number of values in `value`, including itself. Stops soon after `most`."""
     if value is None or isinstance(value, SCALARS):
         return 1
     items = value.values() if isinstance(value, dict) else value
@@ -91,7 +93,7 @@ def parse(data: Bytes) -> dict[str, Any]:
 def _strict(data: Bytes) -> dict[str, Any]:
     try:
         value = _decoder.decode(data.decode())
-        # Half of a surrogate pair is not a character: no reply or message could contain it.
+        # Half of a surrogate pair is not a character, and cannot be encoded in a reply.
         if SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
     except ApiError:
@@ -109,12 +111,11 @@ def _strict(data: Bytes) -> dict[str, Any]:
 
 
 def _plain(data: Bytes) -> dict[str, Any] | None:
-    """The same in a fraction of the time if there are many values, for a body that is easily seen
-    to be strict. None: it may or may not be.
+    """Parse a JSON object much faster than `parse` can, or return None if it may break a rule.
 
-    A colon follows each name. If writing the value takes as many colons as reading it, then no name
-    was dropped for being there twice. Colons in texts count alike in both, unless they are
-    escaped."""
+    A colon follows each name. If the encoded value has as many colons as the input, the parser
+    dropped no duplicate name. Colons in strings occur in both, unless they are escaped.
+    """
     if LONG_NUMBER.search(data) or ESCAPED_COLON in data:
         return None
     try:
@@ -129,18 +130,20 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
         seen: set[str] = set()
-        duplicate = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise invalid_field(duplicate[:64], "a name occurs twice in one object", "invalid_json")
+        for name, _ in pairs:
+            if name in seen:
+                raise invalid_field(name[:64], "a name occurs twice in one object", "invalid_json")
+            seen.add(name)
     return unique
 
 
 def _constant(name: str) -> NoReturn:
-    raise invalid_field(None, f"{name} is not JSON: numbers must be finite", "invalid_json")
+    raise invalid_field(None, f"{name} is not valid JSON: numbers must be finite", "invalid_json")
 
 
 def _integer(text: str) -> int:
     if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
-        raise invalid_field(None, "an integer is beyond 64 bits", "invalid_json")
+        raise invalid_field(None, "an integer does not fit in 64 bits", "invalid_json")
     return value
 
 
@@ -153,8 +156,10 @@ _decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, 
 
 
 def convert(value: dict[str, Any], kind: type[RequestType]) -> tuple[RequestType, dict[str, Any]]:
-    """The object as a `kind`, and its other fields. Types are strict, but an integer may be written
-    as 5.0."""
+    """Return the object as a `kind`, and its unknown fields.
+
+    Types are strict, but an integer may be written as 5.0.
+    """
     try:
         request = msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError:
@@ -172,7 +177,7 @@ def convert(value: dict[str, Any], kind: type[RequestType]) -> tuple[RequestType
 
 
 def _whole_numbers(value: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, int]:
-    """Integer fields that are written as floats, such as 5.0, as integers."""
+    """Return the integer fields that are written as floats, such as 5.0, as integers."""
     return {
         name: int(value[name])
         for name in _integer_fields(kind)
@@ -195,8 +200,10 @@ JSON_WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boo
 
 
 def type_error(message_text: str) -> ApiError:
-    """msgspec says "Expected `int | null`, got `str` - at `$.messages[3].content`"; clients know
-    JSON's words."""
+    """Translate an error of msgspec to the terms of JSON.
+
+    An example is "Expected `int | null`, got `str` - at `$.messages[3].content`".
+    """
     message_text, _, location = message_text.partition(" - at ")
     path = (
         re.sub(r"\[(\d+|\.\.\.)\]", r".\1", location.strip("`"))

@@ -19,21 +19,20 @@ if TYPE_CHECKING:
 
 
 def check_messages(messages: list[dict[str, Any]] | None, limits: Limits) -> list[dict[str, Any]]:
-    """Check the numbers of messages and parts. What a message may hold is checked by
-    octavo.text.chat."""
+    """Check the numbers of messages and parts. octavo.text.chat checks their contents."""
     if not messages:
         raise invalid_field("messages", "messages must have at least one message")
     if len(messages) > limits.messages:
         raise invalid_field(
             "messages",
-            f"there may be at most {limits.messages} messages, got {len(messages)}",
+            f"messages can have at most {limits.messages} items, got {len(messages)}",
             "param_out_of_range",
         )
     parts = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), list))
     if parts > limits.parts:
         raise invalid_field(
             "messages",
-            f"there may be at most {limits.parts} parts in all messages, got {parts}",
+            f"all messages together can have at most {limits.parts} parts, got {parts}",
             "param_out_of_range",
         )
     return messages
@@ -43,32 +42,36 @@ def check_template(front: Front, body: ChatRequest) -> None:
     if body.chat_template is not None and not front.config.request_templates:
         raise ApiError(
             403,
-            "this server takes no chat templates from requests: start it with --trust-request-chat-template",
+            "this server does not accept chat templates in requests: remove chat_template, or "
+            "start the server with --trust-request-chat-template",
             "template_not_allowed",
             "chat_template",
         )
     if len(body.chat_template or "") > (most := front.config.limits.template_chars):
         raise invalid_field(
             "chat_template",
-            f"chat_template may have at most {most} characters, got {len(body.chat_template or '')}",
+            f"chat_template can have at most {most} characters, "
+            f"got {len(body.chat_template or '')}",
             "param_out_of_range",
         )
     if body.chat_template is None and not front.tokenizer.chat_templates:
         raise invalid_field(
             "messages",
-            "this model has no chat template: use /v1/completions, which takes a plain prompt, or start the server with "
-            "--chat-template FILE",
+            "this model has no chat template: use /v1/completions, which accepts a plain prompt, "
+            "or start the server with --chat-template FILE",
         )
 
 
 def longest(front: Front, truncated: int | None) -> int:
-    """How many tokens a prompt may have. A prompt that will be truncated may have any number."""
+    """Return how many tokens a prompt may have. There is no limit if it will be truncated."""
     return front.client.model.max_model_len if truncated is None else sys.maxsize
 
 
 def template_options(body: ChatRequest) -> dict[str, Any]:
-    """The variables of the chat template: chat_template_kwargs, and the fields that are variables
-    by their own names."""
+    """Return the variables of the chat template.
+
+    These are chat_template_kwargs, and the request fields that are variables too.
+    """
     options = dict(body.chat_template_kwargs or {})
     if body.documents:
         options.setdefault("documents", body.documents)
@@ -79,9 +82,11 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
 
 
 def check_template_options(front: Front, body: ChatRequest, headers: dict[str, str]) -> None:
-    """Refuse chat_template_kwargs that would replace a field of the request, and name in a header
-    those that the server's template does not use. A template that came with the request is not
-    looked at: it runs in a worker process alone."""
+    """Refuse chat_template_kwargs that would replace a field of the request.
+
+    A header names those that the template of the server does not use. A template that came with
+    the request is not checked here, because it may only run in a worker process.
+    """
     options = template_options(body)
     if not options:
         return
@@ -94,7 +99,7 @@ def check_template_options(front: Front, body: ChatRequest, headers: dict[str, s
     if unused and front.config.strict_params:
         raise unsupported(
             names[0] if names else "chat_template_kwargs",
-            "the chat template does not use it, and this server refuses what it does not know "
+            "the chat template does not use it, and this server refuses unknown parameters "
             "(--strict-params)",
         )
     if body.documents and template.unused(["documents"]):
@@ -113,7 +118,7 @@ def check_size(tokenizer: Tokenizer, size: int, context: int, param: str) -> Non
 
 
 def chat_size(messages: list[dict[str, Any]]) -> int:
-    """The number of characters in the contents of the messages."""
+    """Return the number of characters in the contents of the messages."""
     size = 0
     for message in messages:
         content = message.get("content")
@@ -128,7 +133,7 @@ def chat_size(messages: list[dict[str, Any]]) -> int:
 def chat_job(
     front: Front, body: ChatRequest, tools: ToolUse | None, keep: int | None, context: int
 ) -> EncodeChat:
-    """The job that tokenises a conversation. `keep` and `context`: see Encode."""
+    """Return the job that tokenises a conversation. Encode describes `keep` and `context`."""
     messages = check_messages(body.messages, front.config.limits)
     check_template(front, body)
     most = longest(front, body.truncate_prompt_tokens)
@@ -152,7 +157,7 @@ def chat_job(
 async def chat_ids(
     front: Front, body: ChatRequest, asked: Asked, tools: ToolUse | None, context: int
 ) -> list[int]:
-    """The tokens of a conversation, which must have fewer than `context`."""
+    """Return the tokens of a conversation, which must have fewer than `context`."""
     keep = tokens_kept(front, body, asked.wanted)
     job = chat_job(front, body, tools, keep, context)
     tokens = await front.text.encode_chat(front.tokenizer, job)
@@ -160,11 +165,12 @@ async def chat_ids(
 
 
 def parse_special(front: Front, asked: bool | None) -> bool:
-    """Whether control tokens that a text prompt spells out are tokens, or else characters."""
+    """Return whether the text of a control token in a prompt becomes that token."""
     if asked and not front.config.parse_special:
         raise ApiError(
             403,
-            "this server reads control tokens in prompts as plain characters (--no-parse-special): leave parse_special out",
+            "this server treats control tokens in prompts as plain text (--no-parse-special): "
+            "remove parse_special",
             "parse_special_not_allowed",
             "parse_special",
         )
@@ -174,8 +180,10 @@ def parse_special(front: Front, asked: bool | None) -> bool:
 async def completion_prompts(
     front: Front, body: CompletionRequest, asked: Asked
 ) -> list[tuple[str | None, list[int]]]:
-    """(text, tokens) of each prompt: a text, texts, token ids, or lists of token ids. The text is
-    None if the prompt was truncated or given as token ids."""
+    """Return the text and the tokens of each prompt.
+
+    The text is None if the prompt was truncated or given as token ids.
+    """
     keep = tokens_kept(front, body, asked.wanted)
     context = longest(front, keep)
     many = prompt_list(body.prompt, front.config.limits)
@@ -199,28 +207,29 @@ async def completion_prompts(
             text_kept = one if len(kept) == tokens.total else None
             found.append((text_kept, front.tokenizer.as_prompt(kept)))
             continue
-        if isinstance(one, bytes):  # a worker process has checked them
+        if isinstance(one, bytes):  # A worker process has checked and packed these token ids.
             ids = await front.text.unpack(one)
         elif isinstance(one, list):
             ids = check_ids(one, front.client.model.vocab_size, "prompt")
         else:
-            raise invalid_field("prompt", "prompts must be texts or lists of token ids")
+            raise invalid_field("prompt", "each prompt must be a string or a list of token ids")
         found.append((None, truncate(Tokens(ids, len(ids)), body, keep, asked.headers)))
     return found
 
 
 def prompt_list(prompt: str | list[Any] | None, limits: Limits) -> list[Any]:
-    """The prompts, one or many."""
+    """Return the prompts of a request as a list."""
     if prompt is None or prompt == []:
         raise invalid_field(
             "prompt",
-            "prompt must be a text, a list of texts, token ids, or a list of lists of token ids",
+            "prompt must be a string, a list of strings, a list of token ids, or a list of lists "
+            "of token ids",
         )
     many = [prompt] if isinstance(prompt, str) or type(prompt[0]) in (int, float, bool) else prompt
     if len(many) > limits.prompts:
         raise invalid_field(
             "prompt",
-            f"there may be at most {limits.prompts} prompts, got {len(many)}",
+            f"a request can have at most {limits.prompts} prompts, got {len(many)}",
             "param_out_of_range",
         )
     return many
@@ -230,16 +239,18 @@ def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
     if not ids:
         raise invalid_field(param, "a list of token ids must not be empty")
     if any(type(t) is not int for t in ids):
-        raise invalid_field(param, "token ids are integers")
+        raise invalid_field(param, "token ids must be integers")
     if min(ids) < 0 or max(ids) >= vocab_size:
         wrong = next(t for t in ids if not 0 <= t < vocab_size)
-        raise invalid_field(param, f"token ids are in 0..{vocab_size - 1}, got {wrong}")
+        raise invalid_field(param, f"token ids must be in [0, {vocab_size - 1}], got {wrong}")
     return ids
 
 
 def tokens_kept(front: Front, body: OpenAI, wanted: int | None) -> int | None:
-    """How many tokens a longer prompt is truncated to. None: it is not truncated. `wanted`: the
-    most tokens of the reply."""
+    """Return the number of tokens to which a longer prompt is truncated, or None for no truncation.
+
+    `wanted` is the largest number of tokens in the reply.
+    """
     most = body.truncate_prompt_tokens
     if most is None:
         return None
@@ -250,7 +261,7 @@ def tokens_kept(front: Front, body: OpenAI, wanted: int | None) -> int | None:
 
 
 def truncate(tokens: Tokens, body: OpenAI, keep: int | None, headers: dict[str, str]) -> list[int]:
-    """Truncate a prompt to `keep` tokens, and say in a header how many were left out."""
+    """Truncate a prompt to `keep` tokens, and add a header with the number of removed tokens."""
     if keep is None:
         return tokens.ids
     if tokens.total > keep:

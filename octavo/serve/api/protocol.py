@@ -1,9 +1,8 @@
-"""The shapes of requests, as clients of OpenAI and vLLM send them. This file holds
-data only; validate.py checks the values.
+"""The fields of requests and their types, as clients of OpenAI and vLLM send them.
 
-Types are strict: "0.7" is no number, and 1.5 is no integer (5.0 is one: parse.py). An explicit null
-equals absence, for every field: all default to None. request_fields.py lists every field, these and
-those that other servers have.
+validate.py checks the values. Types are strict: "0.7" is not a number, and 1.5 is not an integer
+(but 5.0 is one, see parse.py). Every field defaults to None, so null means the same as a missing
+field. request_fields.py lists these fields and those of other servers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class RepetitionDetection(msgspec.Struct, kw_only=True):
 
 
 class Common(msgspec.Struct, kw_only=True):
-    """What every way to generate has."""
+    """The fields that all requests for generation have."""
 
     model: str | None = None
     temperature: float | None = None
@@ -45,20 +44,22 @@ class Common(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None  # these five: older clients of vLLM
+    # Older clients of vLLM use these five fields.
+    guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    json_schema: str | dict[str, Any] | None = None  # these four: llama.cpp, SGLang and TGI
+    # Clients of llama.cpp, SGLang and TGI use these four fields.
+    json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
     grammar: str | dict[str, Any] | None = None
     repetition_detection: RepetitionDetection | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    timeout: float | None = None  # seconds in all
-    request_id: str | None = None  # a label
+    timeout: float | None = None  # The most seconds that the request may take.
+    request_id: str | None = None  # A label, which has no effect.
     user: str | None = None
 
 
@@ -97,9 +98,9 @@ class ChatRequest(OpenAI, kw_only=True):
 
 
 class CompletionRequest(OpenAI, kw_only=True):
-    prompt: str | list[Any] | None = None  # a text, texts, token ids, or lists of token ids
+    prompt: str | list[Any] | None = None  # One or several texts or lists of token ids.
     logprobs: int | None = None
-    parse_special: bool | None = None  # False: control tokens in a text are characters
+    parse_special: bool | None = None  # False makes control tokens in a text plain characters.
 
 
 class GenerateRequest(Common, kw_only=True):

@@ -1,7 +1,7 @@
-"""Builds replies as bytes: the objects of the OpenAI API, whole or in chunks. There is no I/O here.
+"""Builds the replies of the OpenAI API, whole or in chunks, without I/O.
 
-A stream sends the same few objects thousands of times a second with little changing in them, so a
-chunk is put together from encoded parts: 2 us instead of 15 for a dictionary of dictionaries.
+A stream sends similar objects thousands of times per second. So a chunk is joined from encoded
+parts, which takes 2 us instead of the 15 us for encoding a dictionary of dictionaries.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 @dataclass
 class Shape:
-    """What a reply should hold."""
+    """The parts that a reply should contain."""
 
     chat: bool
-    n: int = 1  # choices for each prompt
+    n: int = 1  # The number of choices for each prompt.
     logprobs: Layout | None = None
-    echo: bool = False  # a completion begins with its prompt
-    prefix: str = ""  # a chat's content begins with this: the last message, with `echo`
-    prompt_logprobs: bool = False  # as vLLM lays them out, besides those of an echo
-    prompt_only: bool = False  # max_tokens 0: only the prompt's logprobs are wanted
-    token_ids: bool = False  # of the prompt and of the text
-    prompt_text: bool = False  # the rendered prompt of a chat
-    usage: str | None = None  # in a stream: None, "end", or "all" for one in each chunk
+    echo: bool = False  # A completion begins with its prompt.
+    prefix: str = ""  # The content of a chat begins with this text, if `echo` is set.
+    prompt_logprobs: bool = False  # The prompt logprobs are sent in the form of vLLM.
+    prompt_only: bool = False  # With max_tokens 0, the reply contains only the prompt.
+    token_ids: bool = False  # The token ids of prompt and text are sent.
+    prompt_text: bool = False  # The rendered prompt of a chat is sent.
+    usage: str | None = None  # The chunks of a stream with the usage: None, "end" or "all".
     stream: bool = False
-    tools: ToolUse | None = None  # tool calls are looked for in the text
+    tools: ToolUse | None = None  # The text is parsed for calls of these tools.
 
 
 class Envelope(NamedTuple):
-    """What every object of a reply carries."""
+    """The fields that every object of a reply has."""
 
     id: str
     model: str
@@ -93,7 +93,7 @@ def event(data: bytes) -> bytes:
 def whole(
     envelope: Envelope, tokenizer: Tokenizer, collectors: list[Collector], shape: Shape
 ) -> dict[str, Any]:
-    """The reply to a request that does not stream. Keys without a value are null, as in vLLM."""
+    """Return the reply to a request without streaming. As in vLLM, missing values are null."""
     choices = []
     for prompt_index, collector in enumerate(collectors):
         for k, completion in enumerate(collector.best):
@@ -202,24 +202,23 @@ def text_choice(
 
 
 class ChunkWriter:
-    """The chunks of one streamed reply."""
+    """Builds the chunks of one streamed reply."""
 
     def __init__(self, envelope: Envelope, tokenizer: Tokenizer, shape: Shape):
         self.shape = shape
         self.tokenizer = tokenizer
-        # a chunk holds more than text and a reason
+        # True means that a chunk holds more than a text and a finish reason.
         self._is_rich = shape.logprobs is not None or shape.token_ids or shape.usage == "all"
         self._parsers = dict[int, ToolParser]()
         kind = "chat.completion.chunk" if shape.chat else "text_completion"
         self._head = b"data: " + encode(envelope.fields(kind))[:-1] + b',"choices":['
         self._tail = b"]}\n\n" if shape.usage is None else b'],"usage":null}\n\n'
-        self._offsets: dict[int, Offsets] = {}  # of each choice
-        self._sent = 0  # generated tokens in the chunks so far
-        self._opened: set[int] = set()  # choices whose prompt_token_ids were sent
+        self._offsets: dict[int, Offsets] = {}  # index of the choice -> its offsets
+        self._sent = 0  # The number of generated tokens in the chunks so far.
+        self._opened: set[int] = set()  # The choices whose prompt_token_ids were sent.
 
     def role(self, index: int, collector: Collector) -> bytes:
-        """The first chunk of a choice of a chat, and the second where the content begins with the
-        last message."""
+        """Return the first chunk of a choice of a chat, followed by its prefix if it has one."""
         first = (
             b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
             % index
@@ -238,7 +237,7 @@ class ChunkWriter:
         return chunks
 
     def echo(self, index: int, collector: Collector) -> bytes:
-        """The first chunk of a choice that begins with its prompt."""
+        """Return the first chunk of a choice that begins with its prompt."""
         echoed = CompletionOutput(
             index, prompt_text(self.tokenizer, collector), collector.request.prompt
         )
@@ -261,7 +260,7 @@ class ChunkWriter:
         collectors: list[Collector],
         echoed: bool = False,
     ) -> bytes:
-        """`echoed`: the piece is the prompt."""
+        """Return the chunk for a piece of text. `echoed` is true if the piece is the prompt."""
         if not echoed:
             self._sent += len(piece.token_ids)
         if self.shape.tools is not None:
@@ -288,8 +287,10 @@ class ChunkWriter:
     def _with_calls(
         self, index: int, piece: CompletionOutput, collectors: list[Collector], tools: ToolUse
     ) -> bytes:
-        """A chunk for each new piece of text or of a call, and one for whatever else a piece
-        brings. There may be none."""
+        """Return a chunk for each new part of the text or of a call, and one for other data.
+
+        There may be no chunk at all.
+        """
         if index not in self._parsers:
             self._parsers[index] = tools.parser()
         parser = self._parsers[index]
@@ -354,7 +355,7 @@ class ChunkWriter:
         return layout.completion(self.tokenizer, piece.token_ids, list(piece.logprobs), offsets)
 
     def _tail_of(self, collectors: list[Collector]) -> bytes:
-        """The end of a chunk, with the usage so far where each chunk has it."""
+        """Return the end of a chunk, with the usage so far if every chunk has it."""
         if self.shape.usage != "all":
             return self._tail
         return b'],"usage":' + encode(usage_of(collectors, self._sent)) + b"}\n\n"
@@ -362,8 +363,10 @@ class ChunkWriter:
     def end(
         self, collectors: list[Collector], generated: int | None = None, error: bytes | None = None
     ) -> bytes:
-        """The last events. The usage comes before an error, because clients stop reading at an
-        error."""
+        """Return the last events of a stream.
+
+        The usage precedes an error, because clients stop reading at an error.
+        """
         usage = b""
         if self.shape.usage is not None:
             usage = self._head + b'],"usage":' + encode(usage_of(collectors, generated)) + b"}\n\n"

@@ -1,14 +1,15 @@
-"""What the server does with every request field of OpenAI's and vLLM's APIs, and with common fields
-of other servers.
+"""The table of request fields: all fields of the OpenAI and vLLM APIs, and common fields of others.
 
-honoured   the field has its effect label      the field is accepted for the client's own records
-and has no effect ignored    the field cannot change the text of the reply: the header
-x-ignored-params names it refused    the field would change the reply: 400 unsupported_parameter,
-unless its value asks for nothing
+Each field has a status:
 
-The table is the one source of this: validate.py reads it, docs/fields.md shows it, and
-tests/serve/test_fields.py sends every field. A field that is in no row is unknown. It is ignored,
-or refused with --strict-params.
+honoured   The field has its effect.
+label      The client may use the field for its own records. It has no effect.
+ignored    The field cannot change the text of the reply. The header x-ignored-params names it.
+refused    The field would change the reply, and the server does not support that. The reply is an
+           error with the code unsupported_parameter, unless the value asks for nothing.
+
+validate.py reads the table, docs/fields.md shows it, and tests/serve/test_fields.py sends every
+field. A field that is not in the table is unknown: it is ignored, or refused with --strict-params.
 """
 
 from __future__ import annotations
@@ -23,169 +24,216 @@ REFUSED = "refused"
 
 class Field(NamedTuple):
     name: str
-    chat: str  # on /v1/chat/completions
-    completion: str  # on /v1/completions, and where a smaller route has no such field
-    note: str  # what it means, or why it is not honoured
-    neutral: tuple[Any, ...] = ()  # values that ask for nothing
+    chat: str  # The status on /v1/chat/completions.
+    completion: str  # The status on /v1/completions, and on other routes that lack the field.
+    note: str  # The meaning of the field, or the reason why it is not honoured.
+    neutral: tuple[Any, ...] = ()  # The values that ask for nothing.
 
 
-def _in_both_apis(status: str, name: str, note: str, *neutral: Any) -> Field:
+def _both(status: str, name: str, note: str, *neutral: Any) -> Field:
     return Field(name, status, status, note, neutral)
 
 
 def _chat(name: str, note: str, *neutral: Any) -> Field:
-    """Honoured in a chat alone."""
+    """Return a field that only a chat honours."""
     return Field(name, HONOURED, REFUSED, note, neutral)
 
 
 def _completion(name: str, note: str, *neutral: Any) -> Field:
-    """Honoured in a completion alone."""
+    """Return a field that only a completion honours."""
     return Field(name, REFUSED, HONOURED, note, neutral)
 
 
 PROMPT = (
-    _chat("messages", "the conversation; only /v1/chat/completions has messages"),
-    _completion("prompt", "a text, texts, token ids or lists of them; /v1/completions has a prompt, /v1/chat/completions messages"),
-    _in_both_apis(HONOURED, "model", "one of the server's names for its model"),
-    _chat("tools", "functions that the model may call; only a chat has them", []),
-    _chat("tool_choice", "whether a tool must be called; only a chat has tools", "none"),
-    _chat("parallel_tool_calls", "false: at most one call; only a chat has tools", True),
-    _chat("chat_template", "with --trust-request-chat-template; only a chat has a template"),
-    _chat("chat_template_kwargs", "variables of the chat template; those that it does not use are named in x-ignored-params", {}),
-    _chat("add_generation_prompt", "false: the assistant's turn is not opened; only a chat has turns", True),
-    _chat("continue_final_message", "the model continues the last message; only a chat has messages", False),
-    _chat("documents", "a variable of the chat template; if the template does not use it, x-ignored-params names it; only a chat has "
-          "a template", []),
-    _chat("reasoning_effort", "a variable of the chat template, and enable_thinking is true unless it is none; if the template uses "
-          "neither, x-ignored-params names it; only a chat has a template"),
-    _in_both_apis(HONOURED, "add_special_tokens", "whether BOS and EOS are put around the prompt: by default yes, in a chat no"),
-    _completion("parse_special", "false: control tokens in a text prompt are characters; in messages they always are", False),
-    _in_both_apis(HONOURED, "truncate_prompt_tokens", "keep this many tokens of the prompt; -1: as many as fit. x-truncated-tokens counts the rest"),
-    _in_both_apis(HONOURED, "truncation_side", "left (the default) keeps the last tokens of the prompt, right the first"),
-    _in_both_apis(REFUSED, "prompt_embeds", "a prompt is text or token ids", []),
-    _in_both_apis(REFUSED, "suffix", "these models are not trained to fill in the middle", ""),
-    _in_both_apis(REFUSED, "media_io_kwargs", "input is text", {}),
-    _in_both_apis(REFUSED, "mm_processor_kwargs", "input is text", {}),
+    _chat("messages", "the conversation"),
+    _completion("prompt", "a text, several texts, token ids or several lists of token ids"),
+    _both(HONOURED, "model", "one of the names of the model that the server serves"),
+    _chat("tools", "the functions that the model may call", []),
+    _chat("tool_choice", "whether the model may or must call a tool", "none"),
+    _chat("parallel_tool_calls", "false limits the reply to one call of a tool", True),
+    _chat("chat_template",
+          "a template for this chat, which the server accepts if it runs with "
+          "--trust-request-chat-template"),
+    _chat("chat_template_kwargs",
+          "variables of the chat template; x-ignored-params names those that the template "
+          "does not use", {}),
+    _chat("add_generation_prompt", "false leaves out the start of the assistant's turn", True),
+    _chat("continue_final_message", "true makes the model continue the last message", False),
+    _chat("documents",
+          "a variable of the chat template; x-ignored-params names it if the template does "
+          "not use it", []),
+    _chat("reasoning_effort",
+          "a variable of the chat template, which also sets enable_thinking unless it is none; "
+          "x-ignored-params names it if the template uses neither"),
+    _both(HONOURED, "add_special_tokens",
+          "whether BOS and EOS are put around the prompt; the default is true, and false in a "
+          "chat"),
+    _completion("parse_special",
+                "false makes control tokens in a text prompt plain characters, as they "
+                "always are in messages", False),
+    _both(HONOURED, "truncate_prompt_tokens",
+          "truncates the prompt to this many tokens, or to as many as fit (-1); "
+          "x-truncated-tokens counts the others"),
+    _both(HONOURED, "truncation_side",
+          "left (the default) keeps the last tokens of the prompt, and right keeps the first"),
+    _both(REFUSED, "prompt_embeds", "a prompt must be text or token ids", []),
+    _both(REFUSED, "suffix", "the model is not trained to fill in the middle of a text", ""),
+    _both(REFUSED, "media_io_kwargs", "the input must be text", {}),
+    _both(REFUSED, "mm_processor_kwargs", "the input must be text", {}),
 )  # fmt: skip
 
 SAMPLING = (
-    _in_both_apis(HONOURED, "temperature", "0 to 2; default: the model's recommendation, else 1"),
-    _in_both_apis(HONOURED, "top_p", "0 to 1, where 0 takes the likeliest token alone; default: the model's, else 1"),
-    _in_both_apis(HONOURED, "top_k", "0, -1 or at least the size of the vocabulary keeps every token; default: the model's, else 0"),
-    _in_both_apis(HONOURED, "min_p", "0 to 1; default: the model's, else 0"),
-    _in_both_apis(HONOURED, "repetition_penalty", "above 0, at most 100; default: the model's, else 1"),
-    _in_both_apis(HONOURED, "presence_penalty", "-2 to 2"),
-    _in_both_apis(HONOURED, "frequency_penalty", "-2 to 2"),
-    _in_both_apis(HONOURED, "logit_bias", "-100 to 100 by token id"),
-    _in_both_apis(HONOURED, "allowed_token_ids", "the only tokens that may be generated"),
-    _in_both_apis(HONOURED, "seed", "a signed 64-bit integer; -1: none"),
-    _in_both_apis(HONOURED, "n", "the number of choices for each prompt", 1),
-    _in_both_apis(HONOURED, "best_of", "compute this many completions and reply with the n likeliest", 0, 1),
-    _in_both_apis(HONOURED, "use_beam_search", "search for the likeliest texts instead of sampling", False),
-    _in_both_apis(HONOURED, "length_penalty", "for beam search", 1),
-    _in_both_apis(HONOURED, "early_stopping", "for beam search", False),
-    _in_both_apis(REFUSED, "bad_words", "a word is cut into tokens in many ways, and a list of words bans only some: use logit_bias for "
-          "tokens or a regex for texts", []),
-    _in_both_apis(REFUSED, "vllm_xargs", "there are no custom extensions", {}),
-    _in_both_apis(REFUSED, "repeat_penalty", "llama.cpp's name: it is called repetition_penalty here", 1),
-    _in_both_apis(REFUSED, "repeat_last_n", "llama.cpp's: repetition_penalty looks at the whole prompt and reply", -1),
-    _in_both_apis(REFUSED, "typical_p", "llama.cpp's: use top_p or min_p", 1),
-    _in_both_apis(REFUSED, "typ_p", "llama.cpp's: use top_p or min_p", 1),
-    _in_both_apis(REFUSED, "top_a", "use min_p", 0),
-    _in_both_apis(REFUSED, "tfs_z", "llama.cpp's: use top_p or min_p", 1),
-    _in_both_apis(REFUSED, "mirostat", "llama.cpp's: use temperature and top_p", 0),
-    _in_both_apis(REFUSED, "dynatemp_range", "llama.cpp's: use temperature", 0),
-    _in_both_apis(REFUSED, "dry_multiplier", "llama.cpp's: use repetition_penalty", 0),
-    _in_both_apis(REFUSED, "xtc_probability", "llama.cpp's: use temperature", 0),
-    _in_both_apis(REFUSED, "samplers", "llama.cpp's: the order of filters is fixed"),
-    _in_both_apis(REFUSED, "do_sample", "transformers' and TGI's: for greedy decoding use temperature 0", True),
-    _in_both_apis(REFUSED, "options", "Ollama's: give its entries as fields of the request", {}),
+    _both(HONOURED, "temperature", "0 to 2; the default is the model's recommendation, or 1"),
+    _both(HONOURED, "top_p",
+          "0 to 1, where 0 keeps only the likeliest token; the default is the model's "
+          "recommendation, or 1"),
+    _both(HONOURED, "top_k",
+          "keeps this many tokens, and 0, -1 or the size of the vocabulary keeps all; the default "
+          "is the model's recommendation, or 0"),
+    _both(HONOURED, "min_p", "0 to 1; the default is the model's recommendation, or 0"),
+    _both(HONOURED, "repetition_penalty",
+          "more than 0 and at most 100; the default is the model's recommendation, or 1"),
+    _both(HONOURED, "presence_penalty", "-2 to 2"),
+    _both(HONOURED, "frequency_penalty", "-2 to 2"),
+    _both(HONOURED, "logit_bias", "-100 to 100 for each token id"),
+    _both(HONOURED, "allowed_token_ids", "the only tokens that may be generated"),
+    _both(HONOURED, "seed", "a signed 64-bit integer, where -1 stands for no seed"),
+    _both(HONOURED, "n", "the number of choices for each prompt", 1),
+    _both(HONOURED, "best_of",
+          "computes this many completions, and the reply has the n likeliest", 0, 1),
+    _both(HONOURED, "use_beam_search",
+          "searches for the likeliest texts instead of sampling", False),
+    _both(HONOURED, "length_penalty", "a parameter of beam search", 1),
+    _both(HONOURED, "early_stopping", "a parameter of beam search", False),
+    _both(REFUSED, "bad_words",
+          "a word can be tokenised in many ways, and a list of words forbids only some of "
+          "them: use logit_bias for tokens, or a regex for texts", []),
+    _both(REFUSED, "vllm_xargs", "this server has no custom extensions", {}),
+    _both(REFUSED, "repeat_penalty", "this is a name of llama.cpp: use repetition_penalty", 1),
+    _both(REFUSED, "repeat_last_n",
+          "this is a field of llama.cpp: repetition_penalty covers the whole prompt and reply", -1),
+    _both(REFUSED, "typical_p", "this is a field of llama.cpp: use top_p or min_p", 1),
+    _both(REFUSED, "typ_p", "this is a field of llama.cpp: use top_p or min_p", 1),
+    _both(REFUSED, "top_a", "this server has no such filter: use min_p", 0),
+    _both(REFUSED, "tfs_z", "this is a field of llama.cpp: use top_p or min_p", 1),
+    _both(REFUSED, "mirostat", "this is a field of llama.cpp: use temperature and top_p", 0),
+    _both(REFUSED, "dynatemp_range", "this is a field of llama.cpp: use temperature", 0),
+    _both(REFUSED, "dry_multiplier", "this is a field of llama.cpp: use repetition_penalty", 0),
+    _both(REFUSED, "xtc_probability", "this is a field of llama.cpp: use temperature", 0),
+    _both(REFUSED, "samplers", "this is a field of llama.cpp: the order of filters is fixed here"),
+    _both(REFUSED, "do_sample",
+          "this is a field of transformers and TGI: use temperature 0 for greedy decoding", True),
+    _both(REFUSED, "options",
+          "this is a field of Ollama: send its entries as fields of the request", {}),
 )  # fmt: skip
 
 ENDING = (
-    _in_both_apis(HONOURED, "max_tokens", "the largest number of tokens in the reply; -1: as many as fit. Default: 16, in a chat the model's recommendation or as many "
-          "as fit"),
-    _chat("max_completion_tokens", "as max_tokens; if several are given, the smallest counts; the other routes call it max_tokens"),
-    _in_both_apis(HONOURED, "max_new_tokens", "as max_tokens"),
-    _in_both_apis(HONOURED, "min_tokens", "the reply has at least this many tokens"),
-    _in_both_apis(HONOURED, "stop", "up to 64 strings that end the reply"),
-    _in_both_apis(HONOURED, "stop_token_ids", "tokens that end the reply"),
-    _in_both_apis(HONOURED, "include_stop_str_in_output", "the string or token that ended the reply is part of it"),
-    _in_both_apis(HONOURED, "ignore_eos", "the end-of-text token does not end the reply"),
-    _in_both_apis(HONOURED, "timeout", "seconds for the whole request"),
-    _in_both_apis(REFUSED, "thinking_token_budget", "reasoning is not counted apart from the answer", -1),
-    _in_both_apis(HONOURED, "repetition_detection", "ends a text that repeats itself"),
-    _in_both_apis(REFUSED, "n_predict", "llama.cpp's name: it is called max_tokens here", -1),
-    _in_both_apis(REFUSED, "num_predict", "Ollama's name: it is called max_tokens here", -1),
-    _in_both_apis(REFUSED, "max_length", "it is called max_tokens here, and counts the reply alone"),
-    _in_both_apis(REFUSED, "min_length", "it is called min_tokens here", 0),
-    _in_both_apis(REFUSED, "stop_sequences", "it is called stop here", []),
+    _both(HONOURED, "max_tokens",
+          "the largest number of tokens in the reply, where -1 stands for as many as fit; the "
+          "default is 16, and in a chat the model's recommendation or as many as fit"),
+    _chat("max_completion_tokens",
+          "another name of max_tokens; the smallest value applies if several are given"),
+    _both(HONOURED, "max_new_tokens", "another name of max_tokens"),
+    _both(HONOURED, "min_tokens", "the smallest number of tokens in the reply"),
+    _both(HONOURED, "stop", "up to 64 strings that end the reply"),
+    _both(HONOURED, "stop_token_ids", "tokens that end the reply"),
+    _both(HONOURED, "include_stop_str_in_output",
+          "true makes the string or token that ended the reply part of it"),
+    _both(HONOURED, "ignore_eos", "true makes the reply continue after the end-of-text token"),
+    _both(HONOURED, "timeout", "the most seconds that the request may take"),
+    _both(REFUSED, "thinking_token_budget",
+          "reasoning is not counted separately from the answer", -1),
+    _both(HONOURED, "repetition_detection", "ends a reply that repeats itself"),
+    _both(REFUSED, "n_predict", "this is a name of llama.cpp: use max_tokens", -1),
+    _both(REFUSED, "num_predict", "this is a name of Ollama: use max_tokens", -1),
+    _both(REFUSED, "max_length",
+          "this name is not known here: use max_tokens, which counts only the reply"),
+    _both(REFUSED, "min_length", "this name is not known here: use min_tokens", 0),
+    _both(REFUSED, "stop_sequences", "this name is not known here: use stop", []),
 )  # fmt: skip
 
 STRUCTURE = (
-    _in_both_apis(HONOURED, "response_format", "OpenAI's, and the forms of llama.cpp, Together and TGI", {"type": "text"}),
-    _in_both_apis(HONOURED, "structured_outputs", "json, regex, choice, grammar or json_object"),
-    _in_both_apis(HONOURED, "guided_json", "as structured_outputs.json"),
-    _in_both_apis(HONOURED, "guided_regex", "as structured_outputs.regex"),
-    _in_both_apis(HONOURED, "guided_choice", "as structured_outputs.choice"),
-    _in_both_apis(HONOURED, "guided_grammar", "as structured_outputs.grammar"),
-    _in_both_apis(IGNORED, "guided_decoding_backend", "there is one backend"),
-    _in_both_apis(HONOURED, "guided_whitespace_pattern", "a regex for whitespace between the parts of JSON"),
-    _in_both_apis(HONOURED, "json_schema", "as structured_outputs.json: llama.cpp's and SGLang's name"),
-    _in_both_apis(HONOURED, "regex", "as structured_outputs.regex: SGLang's name"),
-    _in_both_apis(HONOURED, "ebnf", "as structured_outputs.grammar: SGLang's name"),
-    _in_both_apis(HONOURED, "grammar", "as structured_outputs.grammar: llama.cpp's and TGI's name"),
-    _in_both_apis(REFUSED, "structural_tag", "use structured_outputs"),
+    _both(HONOURED, "response_format",
+          "the form of OpenAI, and the forms of llama.cpp, Together and TGI", {"type": "text"}),
+    _both(HONOURED, "structured_outputs",
+          "an object with json, regex, choice, grammar or json_object"),
+    _both(HONOURED, "guided_json", "the same as structured_outputs.json"),
+    _both(HONOURED, "guided_regex", "the same as structured_outputs.regex"),
+    _both(HONOURED, "guided_choice", "the same as structured_outputs.choice"),
+    _both(HONOURED, "guided_grammar", "the same as structured_outputs.grammar"),
+    _both(IGNORED, "guided_decoding_backend", "this server has only one backend"),
+    _both(HONOURED, "guided_whitespace_pattern",
+          "a regex for white space between the parts of JSON"),
+    _both(HONOURED, "json_schema",
+          "the same as structured_outputs.json, as in llama.cpp and SGLang"),
+    _both(HONOURED, "regex", "the same as structured_outputs.regex, as in SGLang"),
+    _both(HONOURED, "ebnf", "the same as structured_outputs.grammar, as in SGLang"),
+    _both(HONOURED, "grammar", "the same as structured_outputs.grammar, as in llama.cpp and TGI"),
+    _both(REFUSED, "structural_tag", "this server has no structural tags: use structured_outputs"),
 )  # fmt: skip
 
 REPLY = (
-    _in_both_apis(HONOURED, "stream", "the reply as a stream of events", False),
-    _in_both_apis(HONOURED, "stream_options", "include_usage, continuous_usage_stats", {}),
-    _in_both_apis(HONOURED, "logprobs", "in a chat true or false, in a completion how many of the likeliest", False, 0),
-    _chat("top_logprobs", "how many of the likeliest; a completion has this in logprobs", 0),
-    _in_both_apis(HONOURED, "logprob_token_ids", "with logprobs: report these tokens in place of the likeliest ones", []),
-    _in_both_apis(HONOURED, "prompt_logprobs", "logprobs of each prompt token, and of this many of the likeliest tokens"),
-    _in_both_apis(HONOURED, "echo", "the reply begins with the prompt; in a chat with the last message, if that is the assistant's", False),
-    _in_both_apis(HONOURED, "skip_special_tokens", "false: special tokens are part of the text", True),
-    _in_both_apis(HONOURED, "return_token_ids", "the reply has token_ids and prompt_token_ids", False),
-    _in_both_apis(HONOURED, "return_tokens_as_token_ids", "in logprobs, tokens are written as token_id:N", False),
-    _chat("return_prompt_text", "the reply has prompt_text, the rendered prompt; a completion has its prompt already", False),
-    _in_both_apis(IGNORED, "spaces_between_special_tokens", "no spaces are put between tokens here", True),
-    _in_both_apis(IGNORED, "stream_interval", "every step is sent"),
-    _in_both_apis(REFUSED, "include_reasoning", "reasoning is part of the content", True),
-    _in_both_apis(REFUSED, "return_token_offsets", "no route returns them", False),
-    _in_both_apis(REFUSED, "return_assistant_tokens_mask", "no route returns it", False),
-    _in_both_apis(REFUSED, "audio", "output is text"),
-    _in_both_apis(REFUSED, "modalities", "output is text", ["text"]),
-    _in_both_apis(REFUSED, "functions", "the deprecated form of tools: use tools", []),
-    _in_both_apis(REFUSED, "function_call", "the deprecated form of tool_choice: use tool_choice", "none"),
-    _in_both_apis(REFUSED, "web_search_options", "this server searches nothing"),
-    _in_both_apis(REFUSED, "moderation", "this server moderates nothing"),
-    _in_both_apis(REFUSED, "n_probs", "llama.cpp's: use logprobs", 0),
-    _in_both_apis(REFUSED, "top_n_tokens", "TGI's: use logprobs", 0),
-    _in_both_apis(REFUSED, "return_full_text", "TGI's: use echo", False),
+    _both(HONOURED, "stream", "true makes the reply a stream of events", False),
+    _both(HONOURED, "stream_options",
+          "an object with include_usage and continuous_usage_stats", {}),
+    _both(HONOURED, "logprobs",
+          "true or false in a chat, and the number of likeliest tokens in a completion", False, 0),
+    _chat("top_logprobs", "the number of likeliest tokens; a completion sets it with logprobs", 0),
+    _both(HONOURED, "logprob_token_ids",
+          "with logprobs, the tokens to report instead of the likeliest", []),
+    _both(HONOURED, "prompt_logprobs",
+          "logprobs of each prompt token, and of this many of the likeliest tokens"),
+    _both(HONOURED, "echo",
+          "true makes the reply begin with the prompt, or in a chat with the last message "
+          "if the assistant wrote it", False),
+    _both(HONOURED, "skip_special_tokens", "false makes special tokens part of the text", True),
+    _both(HONOURED, "return_token_ids",
+          "true adds token_ids and prompt_token_ids to the reply", False),
+    _both(HONOURED, "return_tokens_as_token_ids",
+          "true writes tokens in logprobs as token_id:N", False),
+    _chat("return_prompt_text", "true adds prompt_text, the rendered prompt, to the reply", False),
+    _both(IGNORED, "spaces_between_special_tokens",
+          "this server puts no spaces between tokens", True),
+    _both(IGNORED, "stream_interval", "this server sends the tokens of every step"),
+    _both(REFUSED, "include_reasoning", "reasoning is always part of the content", True),
+    _both(REFUSED, "return_token_offsets", "no route returns token offsets", False),
+    _both(REFUSED, "return_assistant_tokens_mask", "no route returns this mask", False),
+    _both(REFUSED, "audio", "the output is always text"),
+    _both(REFUSED, "modalities", "the output is always text", ["text"]),
+    _both(REFUSED, "functions", "this is the deprecated form of tools: use tools", []),
+    _both(REFUSED, "function_call",
+          "this is the deprecated form of tool_choice: use tool_choice", "none"),
+    _both(REFUSED, "web_search_options", "this server has no web search"),
+    _both(REFUSED, "moderation", "this server has no moderation"),
+    _both(REFUSED, "n_probs", "this is a field of llama.cpp: use logprobs", 0),
+    _both(REFUSED, "top_n_tokens", "this is a field of TGI: use logprobs", 0),
+    _both(REFUSED, "return_full_text", "this is a field of TGI: use echo", False),
 )  # fmt: skip
 
 SERVING = (
-    _in_both_apis(HONOURED, "priority", "lower numbers come first with --policy priority; named in x-ignored-params with a policy that has no priorities"),
-    _in_both_apis(HONOURED, "cache_salt", "only requests with the same salt share cached prompts"),
-    _in_both_apis(LABEL, "request_id", "the server's own id is in x-request-id"),
-    _in_both_apis(LABEL, "user", "whose request it is"),
-    _in_both_apis(LABEL, "metadata", "the client's own"),
-    _in_both_apis(IGNORED, "session_id", "no session is kept"),
-    _in_both_apis(IGNORED, "store", "no reply is stored"),
-    _in_both_apis(IGNORED, "service_tier", "there is one tier"),
-    _in_both_apis(IGNORED, "prompt_cache_key", "prompts are cached by content"),
-    _in_both_apis(IGNORED, "prompt_cache_options", "prompts are cached by content"),
-    _in_both_apis(IGNORED, "prompt_cache_retention", "prompts are cached while there is room"),
-    _in_both_apis(IGNORED, "cache_prompt", "llama.cpp's: prompts are cached by content"),
-    _in_both_apis(IGNORED, "safety_identifier", "whose request it is"),
-    _in_both_apis(IGNORED, "prediction", "a hint that would only save time"),
-    _in_both_apis(IGNORED, "verbosity", "a hint to OpenAI's models"),
-    _in_both_apis(IGNORED, "keep_alive", "Ollama's: the model stays loaded"),
-    _in_both_apis(IGNORED, "routed_experts_prompt_start", "no routing of experts is returned"),
-    _in_both_apis(REFUSED, "kv_transfer_params", "KV is not moved between servers", {}),
-    _in_both_apis(REFUSED, "ec_transfer_params", "input is text", {}),
+    _both(HONOURED, "priority",
+          "with --policy priority, lower numbers are served first; x-ignored-params names it "
+          "under a policy without priorities"),
+    _both(HONOURED, "cache_salt", "only requests with the same salt share cached prompts"),
+    _both(LABEL, "request_id", "a name for the request; the id of the server is in x-request-id"),
+    _both(LABEL, "user", "a name for the user of the client"),
+    _both(LABEL, "metadata", "any data of the client"),
+    _both(IGNORED, "session_id", "this server has no sessions"),
+    _both(IGNORED, "store", "this server stores no replies"),
+    _both(IGNORED, "service_tier", "this server has only one tier"),
+    _both(IGNORED, "prompt_cache_key", "prompts are cached by content"),
+    _both(IGNORED, "prompt_cache_options", "prompts are cached by content"),
+    _both(IGNORED, "prompt_cache_retention", "prompts stay in the cache while there is room"),
+    _both(IGNORED, "cache_prompt",
+          "this is a field of llama.cpp: prompts are always cached by content"),
+    _both(IGNORED, "safety_identifier", "a name for the user of the client"),
+    _both(IGNORED, "prediction", "this is a hint that could only save time"),
+    _both(IGNORED, "verbosity", "this is a hint for models of OpenAI"),
+    _both(IGNORED, "keep_alive", "this is a field of Ollama: the model always stays loaded"),
+    _both(IGNORED, "routed_experts_prompt_start",
+          "this server does not return the routing of experts"),
+    _both(REFUSED, "kv_transfer_params", "this server does not move KV to other servers", {}),
+    _both(REFUSED, "ec_transfer_params", "the input must be text", {}),
 )  # fmt: skip
 
 GROUPS: dict[str, tuple[Field, ...]] = {
@@ -193,14 +241,14 @@ GROUPS: dict[str, tuple[Field, ...]] = {
     "Sampling": SAMPLING,
     "Where a reply ends": ENDING,
     "Structured output": STRUCTURE,
-    "What the reply holds": REPLY,
+    "The contents of the reply": REPLY,
     "Scheduling, caching and labels": SERVING,
 }
 FIELDS = {field.name: field for group in GROUPS.values() for field in group}
 
 
 def markdown() -> str:
-    """The tables of docs/fields.md."""
+    """Return the tables of docs/fields.md."""
     parts: list[str] = []
     for title, group in GROUPS.items():
         rows = [f"| `{f.name}` | {f.chat} | {f.completion} | {f.note} |" for f in group]

@@ -1,5 +1,8 @@
-"""Checks the tools of a request, and decides which calls the model may or must make and how the
-server finds them in the reply."""
+"""Checks the tools of a request.
+
+This module decides which calls the model may or must make, and how the server finds them in the
+reply.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ CHOICES = 'none, auto, required, or {"type": "function", "function": {"name": ..
 class ToolUse:
     """The tools of a request that the model may call or must call."""
 
-    tools: list[dict[str, Any]]  # for the chat template
+    tools: list[dict[str, Any]]  # The chat template renders these.
     format: ToolFormat
     parallel: bool
-    grammar: str | None  # the grammar of the whole reply
-    shown: bool  # the parser needs special tokens in the text, because they are tags of the format
-    ignored: tuple[str, ...] = ()  # fields without effect
+    grammar: str | None  # The grammar of the whole reply.
+    shown: bool  # The text must contain special tokens, because they are tags of the format.
+    ignored: tuple[str, ...] = ()  # The fields without effect.
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
         if self.shown:
@@ -50,13 +53,14 @@ class ToolUse:
         if self.grammar is not None:
             if params.use_beam_search:
                 raise unsupported(
-                    "tools", "beam search follows no structure, and these calls have one"
+                    "tools",
+                    "forced tool calls need structured output, which beam search does not support",
                 )
             params = replace(params, structured_outputs=StructuredOutputs(grammar=self.grammar))
         return params
 
     def note(self, headers: dict[str, str]) -> None:
-        """Add headers that name fields without effect and say that calls are not parsed."""
+        """Add headers with the fields that have no effect, and about calls that are not parsed."""
         ignore(headers, *self.ignored)
         if self.format is NO_FORMAT:
             headers["x-tool-calls"] = "not-parsed"
@@ -67,8 +71,7 @@ class ToolUse:
         return make_parser(self.format, schemas, self.parallel)
 
     def first_call(self) -> Callable[[str], bool]:
-        """Return a function that takes a text piece by piece and returns whether it contains a
-        complete call."""
+        """Return a function that receives text in pieces and returns whether a call is complete."""
         parser = self.parser()
 
         def over(text: str) -> bool:
@@ -104,11 +107,15 @@ def whole_call(name: str, arguments: str) -> dict[str, Any]:
 def read_tools(
     front: Front, body: ChatRequest, answer: StructuredOutputs | None = None
 ) -> ToolUse | None:
-    """Return the tools of a request, or None if the model may not call any. `answer` is the
-    structure of a reply without calls."""
+    """Return the tools of a request, or None if the model may not call any.
+
+    `answer` is the structure of a reply without calls.
+    """
     if body.tools is None:
         if body.tool_choice not in (None, "none"):
-            raise invalid_field("tool_choice", "tool_choice is for requests with tools")
+            raise invalid_field(
+                "tool_choice", "tool_choice needs tools: set tools too, or remove tool_choice"
+            )
         return None
     tools = check_tools(body.tools, front.config.limits)
     choice = check_choice(body.tool_choice, [tool["function"]["name"] for tool in tools])
@@ -119,7 +126,7 @@ def read_tools(
     parallel = body.parallel_tool_calls is not False
     forced = choice != "auto" or answer is not None
     if forced and not has_grammar(format):
-        format = HERMES  # a grammar can force calls in any format
+        format = HERMES  # A grammar can force calls in any format.
     specials = special_tags(front.tokenizer, format)
     grammar = None
     ignored: tuple[str, ...] = ()
@@ -140,7 +147,7 @@ def read_tools(
 
 
 def choose_format(front: Front, body: ChatRequest) -> ToolFormat:
-    """Return the format of the model's calls. A request's own template is never rendered here."""
+    """Return the format of the model's calls, without rendering a template of the request."""
     setting = front.config.tool_parser
     if setting != "auto":
         return FORMATS.get(setting, NO_FORMAT)
@@ -164,7 +171,7 @@ def answer_schema(body: ChatRequest, answer: StructuredOutputs) -> str:
         return '{"type": "object"}'
     raise invalid_field(
         structured_output.field(body),
-        "with tools, an answer can be held to JSON only: use response_format",
+        "with tools, the structure of an answer can only be JSON: use response_format",
     )
 
 
@@ -181,7 +188,7 @@ def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, A
     if not 1 <= len(tools) <= limits.tools:
         raise invalid_field(
             "tools",
-            f"tools has 1 to {limits.tools} entries, got {len(tools)}",
+            f"tools must have 1 to {limits.tools} items, got {len(tools)}",
             "param_out_of_range",
         )
     try:
@@ -191,7 +198,7 @@ def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, A
     if size > limits.tool_chars:
         raise invalid_field(
             "tools",
-            f"tools may have at most {limits.tool_chars} characters as JSON, got {size}",
+            f"tools can have at most {limits.tool_chars} characters as JSON, got {size}",
             "param_out_of_range",
         )
     names: set[str] = set()
@@ -200,7 +207,7 @@ def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, A
         if tool.get("type") != "function":
             raise invalid_field(
                 f"{where}.type",
-                f"{where}.type must be function: this server has no tools of its own",
+                f"{where}.type must be function: this server has no built-in tools",
             )
         function = tool.get("function")
         where = f"{where}.function"
@@ -211,13 +218,13 @@ def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, A
         name = function.get("name")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise invalid_field(
-                f"{where}.name", f"{where}.name has 1 to 64 characters of A-Z a-z 0-9 _ -"
+                f"{where}.name", f"{where}.name must have 1 to 64 characters of A-Z a-z 0-9 _ -"
             )
         if name in names:
-            raise invalid_field(f"{where}.name", f"there are two tools by the name of {name}")
+            raise invalid_field(f"{where}.name", f"two tools have the name {name}: rename one")
         names.add(name)
         if not isinstance(function.get("description"), str | None):
-            raise invalid_field(f"{where}.description", f"{where}.description must be a text")
+            raise invalid_field(f"{where}.description", f"{where}.description must be a string")
         if not isinstance(function.get("strict"), bool | None):
             raise invalid_field(f"{where}.strict", f"{where}.strict must be true or false")
         check_parameters(function.get("parameters"), f"{where}.parameters")
@@ -225,8 +232,10 @@ def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, A
 
 
 def check_parameters(schema: Any, where: str) -> None:
-    """Check the outer level of a schema. The rest is checked when a grammar is made of it, which
-    only forced calls need."""
+    """Check the outer level of a schema.
+
+    The other levels are checked when the schema becomes a grammar, which only forced calls need.
+    """
     if schema is None:
         return
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
@@ -248,7 +257,7 @@ def check_parameters(schema: Any, where: str) -> None:
 
 
 def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> str | tuple[str, str]:
-    """ "none", "auto", "required", or ("named", the tool's name)."""
+    """Return "none", "auto", "required", or ("named", name of the tool)."""
     if choice is None:
         return "auto"
     if isinstance(choice, str) and choice in ("none", "auto", "required"):
@@ -263,6 +272,6 @@ def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> str |
     if function.get("name") not in names:
         some = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
         raise invalid_field(
-            "tool_choice.function.name", f"there is no such tool among those of the request: {some}"
+            "tool_choice.function.name", f"the request has no tool with this name, only: {some}"
         )
     return "named", function["name"]

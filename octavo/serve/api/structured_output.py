@@ -22,7 +22,7 @@ from octavo.serve.api.api_errors import invalid_field, unsupported
 from octavo.serve.api.protocol import Common
 from octavo.serve.limits import Limits
 
-# Each field that contains a spec, and the kind of the spec. None: the value contains the kind.
+# Each field that may contain a spec, and the kind of the spec, or None if the value has the kind.
 FIELDS: dict[str, str | None] = {
     "response_format": None,
     "structured_outputs": None,
@@ -48,14 +48,14 @@ _NONE = (None,) * len(FIELDS)
 
 
 def field(body: Common) -> str | None:
-    """The first field that contains a spec."""
+    """Return the first field that contains a spec, or None."""
     return next(iter(fields(body)), None)
 
 
 def fields(body: Common) -> list[str]:
-    """The fields that contain a spec."""
+    """Return the fields that contain a spec."""
     values = _values(body)
-    if values == _NONE:  # most requests
+    if values == _NONE:  # Most requests have none.
         return []
     return [name for name, value in zip(FIELDS, values, strict=True) if _asks(name, value)]
 
@@ -65,15 +65,17 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def read(body: Common, limits: Limits) -> StructuredOutputs | None:
-    """Read the spec of a request. Several fields may contain the same spec. Raises ApiError if they
-    contain different ones."""
+    """Return the spec of a request, or None.
+
+    Several fields may contain the same spec. Raises ApiError if they contain different ones.
+    """
     combined: StructuredOutputs | None = None
     names = fields(body)
     for name in names:
         spec = _read(name, getattr(body, name), body.guided_whitespace_pattern, limits)
         if combined is not None and not _same(combined, spec):
             raise invalid_field(
-                name, f"{name} and {names[0]} ask for different things: give one, or both the same"
+                name, f"{name} and {names[0]} specify different outputs: remove one of them"
             )
         combined = combined or spec
     return combined
@@ -82,7 +84,7 @@ def read(body: Common, limits: Limits) -> StructuredOutputs | None:
 def _read(name: str, value: Any, whitespace: str | None, limits: Limits) -> StructuredOutputs:
     limit = limits.structure_bytes
     if larger_than(value, limit):
-        message = f"{name} has more than {limit} characters, which is the limit: shorten it"
+        message = f"{name} can have at most {limit} characters as JSON: shorten it"
         raise invalid_field(name, message, "param_out_of_range")
     kind = FIELDS[name]
     if name == "structured_outputs":
@@ -103,7 +105,7 @@ def _read(name: str, value: Any, whitespace: str | None, limits: Limits) -> Stru
 
 
 def larger_than(value: Any, limit: int) -> bool:
-    """Whether a JSON value has more than so many characters, without counting those beyond."""
+    """Return whether a JSON value has more than `limit` characters. Stops counting at the limit."""
     size = 0
     waiting = [value]
     while waiting and size <= limit:
@@ -122,8 +124,10 @@ def larger_than(value: Any, limit: int) -> bool:
 
 
 def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
-    """A value with a `type`. `strict` changes nothing: a schema is always followed, and one that
-    cannot be is refused."""
+    """Return the spec in a value that has a `type`.
+
+    `strict` has no effect: the reply always matches a schema, and an unsupported schema is refused.
+    """
     kind = value.get("type")
     if kind == "regex":
         return {"regex": _content(name, value, "regex", "value", "pattern")}
@@ -143,7 +147,7 @@ def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(inner, dict):
         raise invalid_field(
             f"{name}.json_schema.schema",
-            f"{name} needs a JSON schema in json_schema.schema: an object",
+            f"{name} needs a JSON schema: json_schema.schema must be an object",
         )
     return {"json": inner}
 
@@ -158,8 +162,7 @@ def _content(name: str, value: dict[str, Any], *keys: str) -> Any:
 
 
 def _same(one: StructuredOutputs, other: StructuredOutputs) -> bool:
-    """Whether two specs ask for the same. Schemas are compared as values, in the order of their
-    keys."""
+    """Return whether two specs are equal. Schemas are compared as values, with ordered keys."""
     if one.key == other.key:
         return True
     if one.json is None or other.json is None or one.key[2:] != other.key[2:]:

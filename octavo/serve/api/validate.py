@@ -1,4 +1,4 @@
-"""Validates every request except for its prompt (prompt.py), whatever its transport.
+"""Validates all fields of a request except the prompt, which prompt.py validates.
 
 A request that passes can run. Cheap checks come first, so that most invalid requests are refused
 before their text is tokenised. The engine validates requests again.
@@ -22,7 +22,7 @@ from octavo.serve.api.protocol import (
     Common,
     RepetitionDetection,
 )
-from octavo.serve.api.request_fields import FIELDS, IGNORED, REFUSED
+from octavo.serve.api.request_fields import FIELDS, IGNORED, REFUSED, Field
 from octavo.serve.channel.messages import Loaded
 from octavo.serve.limits import Limits
 from octavo.types import Request
@@ -30,14 +30,15 @@ from octavo.types import Request
 if TYPE_CHECKING:
     from octavo.serve.front.front import Caller, Front
 
-UNBOUNDED = 2**63  # stands for as many tokens as fit; larger than any value that a client can send
+# This stands for as many tokens as fit. It is larger than any value that a client can send.
+UNBOUNDED = 2**63
 DRAWING = (
     "temperature",
     "top_p",
     "top_k",
     "min_p",
     "seed",
-)  # fields without effect in a beam search
+)  # These fields have no effect in a beam search.
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
 # Fields with the same name and meaning as in SamplingParams.
 SAMPLING_FIELDS = (
@@ -68,9 +69,9 @@ class Asked:
     """A request that is validated except for its prompt."""
 
     params: SamplingParams
-    wanted: int | None  # the maximum length of the reply in tokens; None if it is not bounded
+    wanted: int | None  # The largest number of tokens in the reply, or None.
     timeout: float | None  # seconds
-    headers: dict[str, str]  # of the reply
+    headers: dict[str, str]  # The headers of the reply.
 
 
 @dataclass
@@ -78,23 +79,23 @@ class Prepared:
     """A request that can run."""
 
     requests: list[Request]
-    texts: list[str | None]  # the texts of the prompts; None for token ids
+    texts: list[str | None]  # The texts of the prompts, or None for token ids.
     timeout: float | None  # seconds
-    headers: dict[str, str] = field(default_factory=dict)  # of the reply
-    structure: str | None = None  # the field that contains the spec of structured output
-    until: Until | None = None  # ends a reply by its content
+    headers: dict[str, str] = field(default_factory=dict)  # The headers of the reply.
+    structure: str | None = None  # The field that contains the spec of structured output.
+    until: Until | None = None  # This function ends a reply by its content.
 
 
-# ---- before the prompt ---------------------------------------------------------------------------
+# ---- checks before the prompt --------------------------------------------------------------------
 
 
 def check_model(front: Front, name: str | None) -> None:
     names = front.config.names
     if name is not None and name not in names:
-        here = " or ".join(map(repr, names))
+        served = " or ".join(map(repr, names))
         raise ApiError(
             404,
-            f"there is no model {name[:100]!r} here: this server has {here}",
+            f"this server does not serve the model {name[:100]!r}: use {served}",
             "model_not_found",
             "model",
         )
@@ -103,21 +104,21 @@ def check_model(front: Front, name: str | None) -> None:
 def check_fields(
     front: Front, unknown: Mapping[str, Any], chat: bool | None = None
 ) -> dict[str, str]:
-    """Judge fields that the route does not have: refuse those that would change the reply, and name
-    the others in a header. `chat`: whether text is generated for a chat, or for a prompt. None: the
-    route generates nothing."""
+    """Handle fields that the route does not have. Returns a header that names ignored fields.
+
+    Raises ApiError for a field that would change the reply. `chat` is true on routes for chats,
+    false on routes for prompts, and None on routes that generate nothing.
+    """
     ignored: list[str] = []
     for name, given in unknown.items():
         field = FIELDS.get(name)
         if field is None and front.config.strict_params:
-            raise unsupported(
-                name[:64], "this server refuses what it does not know (--strict-params)"
-            )
+            raise unsupported(name[:64], "this server refuses unknown parameters (--strict-params)")
         if field is not None and chat is not None and given in field.neutral:
             continue
         status = IGNORED if field is None else field.chat if chat else field.completion
         if field is not None and chat is not None and status != IGNORED:
-            raise unsupported(name, field.note if status == REFUSED else _elsewhere(name))
+            raise unsupported(name, _why_refused(field, chat))
         ignored.append(name)
     if not ignored:
         return {}
@@ -126,17 +127,24 @@ def check_fields(
     return {"x-ignored-params": ", ".join(n[:64] for n in shown) or "(not shown)"}
 
 
-def _elsewhere(name: str) -> str:
-    """Explain why a route refuses a field that other routes honour."""
-    if name in ("max_tokens", "max_new_tokens"):
-        return "the length of the reply is called max_new_tokens on this route"
-    return "this route does not have it, but /v1/completions has"
+def _why_refused(field: Field, chat: bool) -> str:
+    """Explain why a route refuses a field."""
+    if field.chat == field.completion == REFUSED:
+        return field.note
+    if field.chat == REFUSED or field.completion == REFUSED:
+        other = "/v1/completions" if chat else "/v1/chat/completions"
+        return f"this route does not accept it, but {other} does ({field.note})"
+    if field.name == "max_tokens":
+        return "on this route, max_new_tokens sets the length of the reply"
+    return "this route does not accept it, but /v1/completions does"
 
 
 def sampling(front: Front, body: Common) -> SamplingParams:
-    """The parameters of a request, all but the length. The model's recommendation
-    (generation_config.json) applies to fields that the request leaves out. Ranges are
-    SamplingParams' own where the API has no narrower ones."""
+    """Return the sampling parameters of a request, except the length of the reply.
+
+    The model's recommendation (generation_config.json) applies to fields that the request does not
+    set. SamplingParams checks the ranges of all fields that the API does not restrict further.
+    """
     limits = front.config.limits
     given = {
         name: value
@@ -144,12 +152,12 @@ def sampling(front: Front, body: Common) -> SamplingParams:
         if value is not None
     }
     if body.use_beam_search and (name := structured_output.field(body)) is not None:
-        raise unsupported(name, "beam search follows no structure")
+        raise unsupported(name, "beam search does not support structured output")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > limits.stops:
         raise invalid_field(
             "stop",
-            f"stop may have at most {limits.stops} strings, got {len(stops)}",
+            f"stop can have at most {limits.stops} strings, got {len(stops)}",
             "param_out_of_range",
         )
     if isinstance(body.stop, list) and not body.stop:
@@ -157,24 +165,22 @@ def sampling(front: Front, body: Common) -> SamplingParams:
     for stop in stops:
         if not stop or len(stop) > limits.stop_chars or "\0" in stop:
             raise invalid_field(
-                "stop", f"a stop string has 1 to {limits.stop_chars} characters, and no NUL"
+                "stop", f"a stop string must have 1 to {limits.stop_chars} characters and no NUL"
             )
     if not 0 <= (temperature := given.get("temperature", 1.0)) <= 2:
         raise invalid_field(
             "temperature", f"temperature must be in [0, 2], got {temperature}", "param_out_of_range"
         )
     if given.get("top_p") == 0:
-        given["top_p"] = 1e-9  # only the most likely token
+        given["top_p"] = 1e-9  # This keeps only the most likely token.
     for name in ("stop_token_ids", "allowed_token_ids"):
         if len(given.get(name, ())) > (most := limits.token_ids):
-            raise invalid_field(
-                name, f"{name} may have at most {most} entries", "param_out_of_range"
-            )
+            raise invalid_field(name, f"{name} can have at most {most} items", "param_out_of_range")
     if body.logit_bias is not None:
         if len(body.logit_bias) > limits.logit_bias:
             raise invalid_field(
                 "logit_bias",
-                f"logit_bias may have at most {limits.logit_bias} entries",
+                f"logit_bias can have at most {limits.logit_bias} entries",
                 "param_out_of_range",
             )
         given["logit_bias"] = body.logit_bias
@@ -197,14 +203,13 @@ def repetition_detection(asked: RepetitionDetection) -> RepetitionDetectionParam
 
 
 def check_common(front: Front, caller: Caller, body: Common) -> float | None:
-    """Check the fields that have nothing to do with sampling. Returns the seconds that the request
-    may take."""
+    """Check the fields that do not concern sampling. Returns the timeout in seconds, or None."""
     limits = front.config.limits
     check_model(front, body.model)
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= limits.salt_chars:
         raise invalid_field(
             "cache_salt",
-            f"cache_salt has 1 to {limits.salt_chars} characters",
+            f"cache_salt must have 1 to {limits.salt_chars} characters",
             "param_out_of_range",
         )
     if body.priority is not None and not -(2**31) <= body.priority < 2**31:
@@ -212,8 +217,8 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
     if caller.key is not None and (body.priority or 0) < 0:
         raise invalid_field(
             "priority",
-            "with an API key, priority must be 0 or more, which is served later: the operator of "
-            "the server sets the priority of each key",
+            "with an API key, priority must be 0 or more, because only the operator of the server "
+            "may raise the priority of a key",
             "param_out_of_range",
         )
     if body.request_id is not None and not (
@@ -221,7 +226,7 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
     ):
         raise invalid_field(
             "request_id",
-            f"request_id has 1 to {limits.label_chars} characters of A-Z a-z 0-9 . _ -",
+            f"request_id must have 1 to {limits.label_chars} characters of A-Z a-z 0-9 . _ -",
         )
     timeout = caller.timeout if body.timeout is None else body.timeout
     if timeout is not None and not (
@@ -236,8 +241,11 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
 
 
 def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int:
-    """Return the value if it is within the bounds. Without `most`, the bound is the largest 64-bit integer,
-    and the error does not mention it unless the value exceeds it."""
+    """Return the value if it is in [least, most].
+
+    If `most` is not given, it is the largest 64-bit integer. The error then mentions it only if the
+    value exceeds it.
+    """
     if not least <= value <= most:
         wanted = (
             f"at least {least}" if most == 2**63 - 1 and value < least else f"in [{least}, {most}]"
@@ -247,8 +255,10 @@ def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int
 
 
 def reply_length(body: Common, names: tuple[str, ...], least: int = 1) -> int | None:
-    """The most tokens that a reply may have: the smallest of the bounds that the request gives.
-    UNBOUNDED for -1 alone; None if it gives none."""
+    """Return the smallest limit on the length of the reply that the request sets.
+
+    Returns UNBOUNDED if the only value is -1, and None if the request sets no limit.
+    """
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     if not given:
         return None
@@ -265,9 +275,9 @@ def choices(
     limits: Limits,
     headers: dict[str, str],
 ) -> SamplingParams:
-    """Check how many sequences are computed for each prompt, and how many of them are the reply."""
+    """Check the numbers of computed sequences and of returned choices. Returns the parameters."""
     check_count("n", n, 1, limits.n)
-    best_of = body.best_of or None  # 0 is valid in the OpenAI API
+    best_of = body.best_of or None  # The value 0 is valid in the OpenAI API.
     if best_of is not None:
         check_count(
             "best_of",
@@ -293,7 +303,7 @@ def choices(
         )
     if params.width * prompts > limits.sequences:
         number = params.width * prompts
-        message = f"n (or best_of) x prompts may be at most {limits.sequences}, got {number}"
+        message = f"n (or best_of) x prompts can be at most {limits.sequences}, got {number}"
         raise invalid_field("n", message, "param_out_of_range")
     return params
 
@@ -312,8 +322,10 @@ def ignore(headers: dict[str, str], *names: str) -> None:
 def fit(
     prompt: list[int], wanted: int | None, model: Loaded, param: str, headers: dict[str, str]
 ) -> int:
-    """Return how many tokens may be generated: the requested number, or the number that the context
-    and the KV pool leave."""
+    """Return how many tokens may be generated.
+
+    This is the requested number, limited by the free space in the context and in the KV pool.
+    """
     count = len(prompt)
     if count >= model.max_model_len:
         raise prompt_too_long(count, model.max_model_len, param)
@@ -346,8 +358,10 @@ def build(
     asked: Asked,
     param: str = "prompt",
 ) -> Prepared:
-    """Requests for the engine, each with as much room as its prompt leaves. `param`: the field that
-    holds the prompt."""
+    """Return the requests for the engine. Each may generate as many tokens as its prompt leaves.
+
+    `param` is the field that contains the prompt.
+    """
     model = front.client.model
     params = asked.params
     headers = asked.headers
@@ -355,7 +369,8 @@ def build(
     if body.priority is not None and front.config.engine.scheduling_policy == "fcfs":
         ignore(headers, "priority")
     salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
-    # A higher priority of a key is served first, but a lower priority of a request, as in vLLM.
+    # A key with a higher number is served first. A request with a lower number is served first, as
+    # in vLLM.
     priority = min(max((body.priority or 0) - caller.priority, -(2**31)), 2**31 - 1)
     deadline = None if asked.timeout is None else caller.arrival + asked.timeout
     requests: list[Request] = []
@@ -397,7 +412,7 @@ def _check_prompt_logprobs(front: Front, params: SamplingParams, requests: list[
     if entries > most:
         raise invalid_field(
             "prompt_logprobs",
-            f"the reply would have {entries} prompt logprobs, but at most {most} are allowed: ask for fewer, or send "
-            "a shorter prompt",
+            f"the reply would have {entries} prompt logprobs, but at most {most} are allowed: "
+            "request fewer, or send a shorter prompt",
             "param_out_of_range",
         )
