@@ -1,4 +1,4 @@
-// The row of metrics: each has a number, a caption, and a line for the last minute.
+// The row of metrics. Each metric has a number, a caption, and a line chart of the last minute.
 
 import { colour, count, duration, element, few, prepare } from "/web/draw.js";
 
@@ -28,7 +28,7 @@ const tiles = TILES.map(([title, how, window, value, words]) => {
   document.getElementById("tiles").append(box);
   return { output, line, window, value, words, points: [] };
 });
-let frames = []; // frames of the last 12 s
+let frames = []; // The frames of the last 12 s.
 let starts = 0;
 
 function spark(canvas, points, now) {
@@ -54,7 +54,7 @@ function spark(canvas, points, now) {
 
 export function showMetrics(frame) {
   if (frame.server.starts !== starts || (frames.length && frame.heartbeat.steps < frames.at(-1).heartbeat.steps)) {
-    starts = frame.server.starts; // a new engine process starts its counters at zero
+    starts = frame.server.starts; // The counters of a new engine process start at zero.
     frames = [];
   }
   frames.push(frame);

@@ -1,4 +1,4 @@
-// What all pictures share: canvases in real pixels, the page's colours, numbers in few characters.
+// Functions for all panels: canvases in device pixels, the colours of the page, and short numbers.
 
 let colours = {};
 
@@ -13,10 +13,10 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", readColour
 
 export const colour = (name) => colours[name];
 
-// One hue for each sequence, as far as possible from those before it.
+// Returns a hue for each sequence, as different as possible from the hues of earlier sequences.
 export const ownerColour = (id) => `hsl(${Math.round((id * 137.508) % 360)} ${colours["owner-strong"]} ${colours["owner-light"]})`;
 
-// The canvas' context, scaled and cleared, and its size in CSS pixels.
+// Returns the context of a canvas, scaled and cleared, and its size in CSS pixels.
 export function prepare(canvas) {
   const ratio = window.devicePixelRatio || 1;
   const width = canvas.clientWidth, height = canvas.clientHeight;
@@ -41,7 +41,7 @@ export function duration(seconds) {
   return seconds >= 1 ? [seconds.toFixed(2), "s"] : [few(seconds * 1000), "ms"];
 }
 
-// req_1f…-0 in eight characters: enough to tell those on the screen apart.
+// Shortens an id such as req_1f…-0 to about eight characters, which distinguish the requests on the page.
 export const short = (request, index = 0) => {
   const [id, which] = request.replace(/^req_/, "").split("-");
   return `${id.slice(0, 6)}${which && which !== "0" ? `-${which}` : ""}${index ? `.${index}` : ""}`;
@@ -52,7 +52,7 @@ export { element };
 
 const tip = document.getElementById("tip");
 
-// Beside the pointer while `words(event)` has something to say.
+// Shows a tooltip beside the pointer while `words(event)` returns a text.
 export function explain(target, words) {
   target.addEventListener("pointermove", (event) => {
     const text = words(event);

@@ -14,16 +14,16 @@ const visible = () =>
     document.addEventListener("visibilitychange", () => done(), { once: true });
   });
 
-const FORBIDDEN = 4403; // how the server closes what an administrator's key would have opened
+const FORBIDDEN = 4403; // The server closes the connection with this code if the key is not an administrator's.
 
 function askForKey(why) {
   const dialog = document.getElementById("ask");
-  if (why) document.getElementById("ask-why").textContent = `${why} It stays in this tab.`;
+  if (why) document.getElementById("ask-why").textContent = `${why} The key stays in this tab.`;
   dialog.showModal();
   return new Promise((done) => {
     document.getElementById("ask-form").onsubmit = (event) => {
       event.preventDefault();
-      key = document.getElementById("key").value.replace(/[^!-~]/g, ""); // a header can hold nothing else
+      key = document.getElementById("key").value.replace(/[^!-~]/g, ""); // A header can contain only these characters.
       sessionStorage.setItem(STORE, key);
       dialog.close();
       done();
@@ -32,14 +32,14 @@ function askForKey(why) {
   });
 }
 
-// A browser does not tell why a WebSocket was refused, so an ordinary request asks first.
+// A browser hides the reason why a WebSocket was refused, so an ordinary request checks the key first.
 async function admitted(say) {
   for (;;) {
     const reply = await fetch("/version", { headers: authorization(), cache: "no-store" });
     if (reply.ok) return;
     if (reply.status === 401) {
       say("key", "an API key is required");
-      await askForKey(key && "This server does not know that key.");
+      await askForKey(key && "The server does not accept this key.");
     } else {
       say("gone", reply.status === 429 ? "too many invalid keys: waiting" : `refused: ${reply.status}`);
       await pause(Number(reply.headers.get("retry-after")) || 5);
@@ -67,7 +67,7 @@ function watch(show) {
   });
 }
 
-// show(frame) for each frame; say(state, words) when there is none to show.
+// Calls show(frame) for each frame, and say(state, words) while there are no frames.
 export async function follow(show, say) {
   let wait = 0.5;
   for (;;) {
@@ -76,7 +76,7 @@ export async function follow(show, say) {
       await admitted(say);
       if (await watch(show)) wait = 0.5;
     } catch {
-      // the server does not answer
+      // The server cannot be reached.
     }
     if (document.hidden) continue;
     say("gone", "cannot reach the server; retrying");

@@ -5,7 +5,7 @@ import { element } from "/web/draw.js";
 const LINES = 300;
 const list = document.getElementById("log");
 const button = document.getElementById("pause");
-let held = null; // lines that arrived since the log was paused
+let held = null; // Lines that have arrived since the log was paused, or null.
 
 button.addEventListener("click", () => {
   if (held) {
@@ -26,7 +26,7 @@ function add(lines) {
   while (list.children.length > LINES) list.lastChild.remove();
 }
 
-// events: [kind, words], the oldest first.
+// Adds events to the log. Each event is [kind, words], and the oldest comes first.
 export function tell(events) {
   const time = new Date().toLocaleTimeString("en-GB");
   const lines = events.map(([kind, words]) => {

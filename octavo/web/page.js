@@ -1,4 +1,4 @@
-// The live page: passes each frame of the feed to the panels. octavo/serve/endpoints/live_feed.py describes a frame.
+// Passes each frame of the feed to the panels of the page. octavo/serve/endpoints/live_feed.py describes a frame.
 
 import { showMetrics } from "/web/charts.js";
 import { count, short } from "/web/draw.js";
@@ -10,12 +10,12 @@ import { showRequests } from "/web/requests.js";
 import { moved, named, showSteps } from "/web/steps.js";
 
 const $ = (id) => document.getElementById(id);
-const names = new Map(); // Sequence.id -> [request, index], of the last thousand
+const names = new Map(); // Sequence.id -> [request, index], for the latest thousand sequences
 let state = "";
-let shown = null; // the last view, until its engine ends
+let shown = null; // The last view of the current engine process, or null.
 
 const REASONS = {
-  stop: "finished: stop", length: "finished: length", abort: "aborted", error: "failed: its step failed",
+  stop: "finished: stop", length: "finished: length", abort: "aborted", error: "failed: the step failed",
   pruned: "finished: pruned beam", search_over: "finished: beam search",
 };
 const PHASES = {
@@ -57,7 +57,7 @@ function showServer({ server, model }) {
   $("model").replaceChildren(name, ` · ${text}`);
 }
 
-// The view sends arrays; this gives their elements names.
+// The feed sends arrays. This function names their elements.
 const namedEvent = ([number, step, kind, request, index, tokens, cached, reason, moves]) =>
   ({ number, step, kind, request, index, tokens, cached, reason, moves });
 
@@ -69,7 +69,7 @@ function wordsOf({ kind, request, index, tokens, cached, reason, moves }) {
   return `${name}, ${count(tokens)} tokens${cached ? `, ${count(cached)} cached` : ""}`;
 }
 
-// Events in the order in which they happened, and what was left out before them.
+// Returns the events in the order in which they happened. The first entries count what was left out.
 function eventsOf({ gap, view }) {
   const found = [];
   if (gap) found.push(["gap", `${count(gap)} frame${gap > 1 ? "s" : ""} skipped: this page is too slow`]);
@@ -78,7 +78,7 @@ function eventsOf({ gap, view }) {
   return [...found, ...view.events.map(namedEvent).map((event) => [event.kind, wordsOf(event)])];
 }
 
-// The engine process ended, so all of its requests and blocks are gone.
+// Clears the page when the engine process has ended, because its requests and blocks no longer exist.
 function forget({ time, model }) {
   const none = shown.used.map(() => 0);
   const empty = { ...shown, sequences: [], decoding: 0, prefilling: 0, waiting: 0, used: none, shared: none, cached: none, owner: none,

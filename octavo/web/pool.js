@@ -1,12 +1,12 @@
-// The KV pool: a cell for each block, or for several where there are more blocks than cells.
-// A cell's fill says how much of it is used (full colour), cached (striped) and free (pale); a mark in it, that it is shared.
+// Draws the KV cache. A cell shows one block, or several blocks if there are more blocks than cells.
+// The used part of a cell has full colour, the cached part is striped, and the free part is pale. A mark shows that it is shared.
 
 import { colour, count, element, explain, ownerColour, prepare, short } from "/web/draw.js";
 
 const canvas = document.getElementById("pool");
 const STATES = { used: "used", shared: "shared", cached: "cached (reusable prefix)", free: "free" };
 let byRequest = true;
-let last = null; // what was drawn last: the view, the model, marked sequences
+let last = null; // The view, the model and the marked sequences that were drawn last.
 let grid = { columns: 1, size: 10 };
 
 for (const [id, value] of [["by-request", true], ["by-state", false]]) {
@@ -104,7 +104,7 @@ function drawLegend(numbers) {
 
 drawLegend({ used: 0, shared: 0, cached: 0, free: 0 });
 
-// marked: Sequence ids whose blocks are outlined.
+// Draws a view. `marked` has the ids of sequences whose blocks are outlined.
 export function showPool(view, model, marked) {
   last = { view, model, marked };
   const sum = (list) => list.reduce((a, b) => a + b, 0);

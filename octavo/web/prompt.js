@@ -5,8 +5,8 @@ import { authorization } from "/web/feed.js";
 
 const $ = (id) => document.getElementById(id);
 const reply = $("reply"), facts = $("facts"), send = $("send");
-let id = null; // the request's, once the server has told it
-let running = null; // AbortController
+let id = null; // The id of the request, after the server has sent it.
+let running = null; // An AbortController while a request is in progress.
 let numbers = {};
 
 export const isMine = (request) => id !== null && request.startsWith(id);
@@ -28,7 +28,7 @@ function tellFacts() {
   facts.textContent = parts.join(" · ");
 }
 
-// The objects of an event stream, as they come.
+// Yields the objects of an event stream as they arrive.
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {

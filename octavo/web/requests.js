@@ -4,7 +4,7 @@ import { count, element, ownerColour, short } from "/web/draw.js";
 
 const KEPT_SECONDS = 12, KEPT = 30;
 const body = document.getElementById("rows");
-const rows = new Map(); // request and index -> what is on the page
+const rows = new Map(); // request and index -> row of the table
 const named = ([id, request, index, state, prompt, generated, limit, computed, cached, blocks, preemptions, reason]) =>
   ({ id, request, index, state, prompt, generated, limit, computed, cached, blocks, preemptions, reason });
 const FINISH_REASONS = {
@@ -65,11 +65,11 @@ function finish(row, reason, now) {
   row.why.hidden = false;
   row.meter.hidden = true;
   set(row.why, FINISH_REASONS[reason] ?? "finished");
-  if (reason === "length") set(row.cells[5], count(row.most)); // the last view is some steps old
+  if (reason === "length") set(row.cells[5], count(row.most)); // The last view is a few steps old.
   set(row.cells[6], "0");
 }
 
-// Returns the sequences as objects.
+// Updates the table. Returns the sequences as objects.
 export function showRequests(view, now, isMine, lost = false) {
   const sequences = view.sequences.map(named).sort((a, b) => isMine(b.request) - isMine(a.request)), here = new Set();
   const ends = new Map(view.ended.map(([request, index, reason]) => [`${request}.${index}`, reason]));
@@ -80,7 +80,7 @@ export function showRequests(view, now, isMine, lost = false) {
     fill(known ?? newRow(key), s, isMine(s.request));
   }
   done += view.ended.length + view.ended_missed;
-  const cut = view.decoding + view.prefilling + view.waiting > sequences.length; // the view is truncated: a missing sequence may still be running
+  const cut = view.decoding + view.prefilling + view.waiting > sequences.length; // The view is truncated, so a missing sequence may still be running.
   for (const [key, row] of rows) {
     if (here.has(key)) continue;
     if (row.over ? now - row.over > KEPT_SECONDS : cut && !ends.has(key)) {

@@ -1,9 +1,9 @@
-// The scheduler's steps as bars, with the latest decisions as text.
+// Draws the steps of the scheduler as bars, and lists the latest decisions as text.
 
 import { colour, count, duration, element, explain, prepare, short } from "/web/draw.js";
 
 const KEPT = 400;
-const WIDTH = 6; // width of a bar in pixels
+const WIDTH = 6; // The width of a bar in pixels.
 const MOVES = {
   loads: "loaded from host memory (prefix cache hit)",
   stores: "offloaded to host memory",
@@ -19,7 +19,7 @@ let budget = 0;
 let told = 0;
 new ResizeObserver(() => redraw()).observe(document.getElementById("steps-box"));
 
-// The feed sends arrays; this gives their elements names.
+// The feed sends arrays. This function names their elements.
 export const named = ([step, decode, prefill, chunks, preempted, moves, urgent, more, seconds]) =>
   ({ step, decode, prefill, chunks, preempted, moves, urgent, more, seconds });
 
@@ -51,7 +51,7 @@ function redraw() {
   const { context, width, height } = prepare(canvas);
   const shown = steps.slice(-Math.floor(width / WIDTH));
   const top = Math.max(budget / 8, 8, ...shown.map((s) => s.decode + s.prefill));
-  const scale = (n) => (height - 12) * Math.sqrt(n / top); // the square root keeps small steps visible beside large ones
+  const scale = (n) => (height - 12) * Math.sqrt(n / top); // The square root keeps small steps visible beside large ones.
   context.fillStyle = colour("line");
   context.fillRect(0, height - 1, width, 1);
   if (shown.length) {
@@ -83,7 +83,7 @@ export function showSteps(fresh, model, names) {
       `One bar is one step. The token budget is ${count(budget)}: one token for each decoding sequence, the rest for prefill.`;
   }
   if (!fresh.length) return;
-  if (steps.length && fresh[0].step < steps.at(-1).step) steps = []; // a new engine process
+  if (steps.length && fresh[0].step < steps.at(-1).step) steps = []; // A new engine process numbers its steps from the start.
   steps = [...steps, ...fresh].slice(-KEPT);
   redraw();
   if (performance.now() - told > 400) {
