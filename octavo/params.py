@@ -413,8 +413,20 @@ class SamplingParams:
                 f"{name} is not supported with beam search{hint}", name, "unsupported_parameter"
             )
 
+    def check_min_tokens(self, stop_ids: frozenset[int]) -> None:
+        """Raise InvalidRequest if min_tokens forbids every token that the request allows.
+
+        `stop_ids` are the tokens that end the text, including those of the model."""
+        allowed = self.allowed_token_ids
+        if self.min_tokens and allowed is not None and stop_ids.issuperset(allowed):
+            raise InvalidRequest(
+                "allowed_token_ids are all stop tokens, which min_tokens forbids, so no token could "
+                "be generated: allow another token or set min_tokens to 0",
+                "min_tokens",
+            )
+
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Token ids are checked once the model is known."""
+        """Raise InvalidRequest if a token id is outside the vocabulary of the model."""
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
             for t in getattr(self, name) or ():
                 if not 0 <= t < vocab_size:

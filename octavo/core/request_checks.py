@@ -88,13 +88,7 @@ def _stop_ids(request: Request, eos_ids: frozenset[int]) -> frozenset[int]:
     # A guide decides itself when its text ends, so ignore_eos does not apply to it.
     ignores_eos = params.ignore_eos and request.guide is None
     stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if ignores_eos else eos_ids)
-    allowed = params.allowed_token_ids
-    if params.min_tokens and allowed is not None and stop_ids.issuperset(allowed):
-        raise InvalidRequest(
-            "allowed_token_ids are all stop tokens, which min_tokens forbids, so no token could be "
-            "generated: allow another token or set min_tokens to 0",
-            "min_tokens",
-        )
+    params.check_min_tokens(stop_ids)
     return stop_ids
 
 

@@ -16,6 +16,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from tests import tiny
 from tests.serve.running import Running, check_error, events, http_request, raw, server
 
 LONG = {"prompt": "hello there", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -61,6 +62,31 @@ def test_what_is_wrong_before_the_stream_is_an_ordinary_error(running: Running) 
     check_error(
         running.post("/v1/completions", {"prompt": [1] * 5000, "stream": True}), 400, "prompt"
     )
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"allowed_token_ids": [65, 66], "stop_token_ids": [65, 66, 67]},
+        {"allowed_token_ids": [tiny.EOS], "ignore_eos": False},
+        {"allowed_token_ids": [65, tiny.EOS], "stop_token_ids": [65], "ignore_eos": False},
+    ],
+    ids=["by stop_token_ids", "by the end of text", "by both"],
+)
+def test_min_tokens_that_forbid_every_allowed_token_are_refused_before_the_stream(
+    running: Running, asked: dict[str, Any]
+) -> None:
+    body = {"prompt": "hi", "max_tokens": 4, "min_tokens": 1, "stream": True, **asked}
+    error = check_error(running.post("/v1/completions", body), 400, "min_tokens")
+    assert "allow another token or set min_tokens to 0" in error["message"]
+    reply = running.post("/v1/completions", {**body, "min_tokens": 0})
+    assert reply.status_code == 200 and "[DONE]" in reply.text
+
+
+def test_min_tokens_with_ignore_eos_may_allow_the_end_of_text(running: Running) -> None:
+    body = {"prompt": "hi", "max_tokens": 4, "min_tokens": 2, "ignore_eos": True}
+    reply = running.post("/v1/completions", {**body, "allowed_token_ids": [tiny.EOS]})
+    assert reply.json()["usage"]["completion_tokens"] == 4
 
 
 # ---- clients that leave -----------------------------------------------------------------------------------

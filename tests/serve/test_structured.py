@@ -80,7 +80,7 @@ def test_what_clients_of_other_servers_say_is_understood(
 UNREAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "two schemas": ({"guided_json": SCHEMA, "response_format": {"type": "json_object", "schema": OTHER}}, "guided_json", "different"),
     "another order": ({"guided_json": SCHEMA, "json_schema": dict(reversed(SCHEMA.items()))}, "json_schema", "different"),
-    "two kinds": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_choice and guided_regex ask for"),
+    "two kinds": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_choice and guided_regex specify different"),
     "open and closed": ({"guided_json": SCHEMA, "structured_outputs": {"json": SCHEMA, "disable_additional_properties": False}},
                         "guided_json", "different"),
     "no such type": ({"response_format": {"type": "xml"}}, "response_format.type", "must be text, json_object"),
@@ -89,9 +89,9 @@ UNREAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "an unknown option": ({"structured_outputs": {"json": SCHEMA, "structural_tag": {}}}, "structured_outputs.structural_tag", "use one of"),
     "a wrong option": ({"structured_outputs": {"json": SCHEMA, "disable_additional_properties": "no"}}, "structured_outputs", "true or false"),
     "whitespace of a regex": ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "is for json"),
-    "a large schema": ({"guided_json": {"enum": ["x" * 1000] * 300}}, "guided_json", "more than 262144 characters"),
-    "a large text": ({"regex": "x" * 300_000}, "regex", "more than 262144 characters"),
-    "many choices": ({"guided_choice": ["x"] * 300_000}, "guided_choice", "more than 262144 characters"),
+    "a large schema": ({"guided_json": {"enum": ["x" * 1000] * 300}}, "guided_json", "at most 262144 characters"),
+    "a large text": ({"regex": "x" * 300_000}, "regex", "at most 262144 characters"),
+    "many choices": ({"guided_choice": ["x"] * 300_000}, "guided_choice", "at most 262144 characters"),
 }  # fmt: skip
 
 

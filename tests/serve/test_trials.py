@@ -83,7 +83,11 @@ def test_a_spec_that_passed_is_not_tried_again() -> None:
 @pytest.mark.parametrize(
     ("text", "code", "says"),
     [
-        ("crash", "invalid_structured_output", "the regex cannot be used, because compiling it crashed"),
+        (
+            "crash",
+            "invalid_structured_output",
+            "the regex cannot be used, because compiling it crashed",
+        ),
         ("memory", "invalid_structured_output", "too much memory"),
         ("late", "structured_output_timeout", "not compiled within 2.5 s"),
         ("bad", "invalid_structured_output", "the regex is bad"),

@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed
@@ -57,6 +58,16 @@ def read_frames(connection: socket.socket) -> list[tuple[int, bytes]]:
             start = 4
         found.append((data[0] & 0x0F, data[start : start + size]))
         data = data[start + size :]
+    return found
+
+
+def read_frame(connection: socket.socket) -> dict[str, Any]:
+    """Read one frame, and return the JSON in it."""
+    head = connection.recv(2, socket.MSG_WAITALL)
+    size = head[1] & 0x7F
+    if size == 126:
+        size = int.from_bytes(connection.recv(2, socket.MSG_WAITALL), "big")
+    found: dict[str, Any] = json.loads(connection.recv(size, socket.MSG_WAITALL))
     return found
 
 
@@ -200,6 +211,26 @@ def test_text_that_is_not_utf_8_closes_the_connection_without_a_traceback(runnin
         ((opcode, data),) = read_frames(connection)
     assert opcode == CLOSE and int.from_bytes(data[:2], "big") == 1007
     assert "Traceback" not in running.log.read_text()[before:]
+
+
+def test_a_large_text_that_is_not_utf_8_gets_an_error_and_the_connection_goes_on(
+    running: Running,
+) -> None:
+    """Large texts are not decoded in the event loop: the JSON parser finds the invalid bytes."""
+    prompt = b"x" * 100 * 2**10
+    invalid = b'{"prompt": "' + prompt + b'\xff\xfe"}'
+    valid = b'{"prompt": "hi", "max_new_tokens": 2}'
+    before = len(running.log.read_text())
+    with opened(running.port) as connection:
+        connection.sendall(frame(TEXT, invalid))
+        error = read_frame(connection)["error"]
+        assert error["type"] == "invalid_request_error" and error["code"] == "invalid_json"
+        connection.sendall(frame(TEXT, valid))
+        while (reply := read_frame(connection)).get("type") == "text":
+            pass
+        assert reply["type"] == "done" and reply["usage"]["completion_tokens"] <= 2
+    assert "Traceback" not in running.log.read_text()[before:]
+    assert running.post("/generate", {"prompt": "hi", "max_new_tokens": 1}).status_code == 200
 
 
 @pytest.mark.parametrize("header", ["Sec-WebSocket-Key: short", "Sec-WebSocket-Version: 8"])

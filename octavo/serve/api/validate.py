@@ -366,6 +366,8 @@ def build(
     params = asked.params
     headers = asked.headers
     params.check_vocabulary(model.vocab_size)
+    eos_ids = () if params.ignore_eos else model.eos_ids
+    params.check_min_tokens(frozenset([*(params.stop_token_ids or ()), *eos_ids]))
     if body.priority is not None and front.config.engine.scheduling_policy == "fcfs":
         ignore(headers, "priority")
     salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""

@@ -92,6 +92,7 @@ class Loaded(msgspec.Struct, tag=True, array_like=True):
     kv_budget: int = 0
     # Defaults of sampling parameters that a request does not set (generation_config.json).
     sampling: dict[str, int | float] = {}
+    eos_ids: list[int] = []  # The tokens that end a text, unless a request sets ignore_eos.
 
     @property
     def longest(self) -> int:

@@ -448,6 +448,7 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
         kv_dtype=str(llm.runner.kv.view.dtype).removeprefix("torch."),
         kv_budget=0 if llm.cache.kv_eviction == "none" else llm.cache.kv_budget,
         sampling=llm.default_sampling,
+        eos_ids=list(llm.eos_ids),
     )
 
 
