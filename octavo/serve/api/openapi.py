@@ -342,6 +342,23 @@ def post_operation(
     return {"summary": summary, "requestBody": body, "responses": responses}
 
 
+def id_paths(limits: Limits, responses: dict[str, Any]) -> dict[str, Any]:
+    """Return the operations of the paths that contain an id."""
+    id = {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
+    label = {
+        **id,
+        "schema": {"type": "string", "pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"},
+    }
+    get = {"summary": "Describe the model.", "parameters": [id], "responses": responses}
+    post = {"summary": "Cancel a request.", "parameters": [label], "responses": responses}
+    return {"/v1/models/{id}": {"get": get}, "/v1/requests/{id}/cancel": {"post": post}}
+
+
 @cache
 def description(
     names: tuple[str, ...], limits: Limits, vocab_size: int | None = None
@@ -385,22 +402,7 @@ def description(
         paths[path]["post"]["responses"] = {**responses, "200": streamed}
     text = {"description": "The request succeeded.", "content": {"text/plain": {}}}
     paths["/metrics"]["get"]["responses"] = {**responses, "200": text}
-    id = {
-        "name": "id",
-        "in": "path",
-        "required": True,
-        "schema": {"type": "string", "minLength": 1},
-    }
-    label = {
-        **id,
-        "schema": {"type": "string", "pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"},
-    }
-    paths["/v1/models/{id}"] = {
-        "get": {"summary": "Describe the model.", "parameters": [id], "responses": responses}
-    }
-    paths["/v1/requests/{id}/cancel"] = {
-        "post": {"summary": "Cancel a request.", "parameters": [label], "responses": responses}
-    }
+    paths |= id_paths(limits, responses)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": __version__, "description": f"Serves {names[0]}."},
