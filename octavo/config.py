@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+EMBEDDED = "smollm2"  # the name of the embedded model (octavo/model/embedded.py)
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # A KV cache holds numbers of one of these types, or codes of one byte with a float32 scale for each
 # vector of a head.

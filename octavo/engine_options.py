@@ -1,4 +1,5 @@
-"""The options of an engine. Each option is declared once: name, type, default, check and help.
+"""The options of an engine. Each option is declared once: name, type, default, check and help
+(octavo/option_declaration.py).
 
     LLM(model, **options)     turns its keyword arguments into an EngineOptions (from_keywords)
     the command line          shows every field with a help text as an option (octavo/cli/options.py)
@@ -12,52 +13,29 @@ range, or has no effect beside the others, raises InvalidRequest. Must not impor
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypedDict
 
 from octavo.config import DTYPE_BYTES, KV_CODES
 from octavo.core.batching import check_batching
 from octavo.core.bounded_kv import KV_EVICTIONS
 from octavo.core.policy import find_policy
 from octavo.errors import InvalidRequest
-from octavo.params import check_real, check_whole
+from octavo.option_declaration import (
+    Option,
+    check_options,
+    one_of,
+    option_declarations,
+    path,
+    real,
+    whole,
+)
 
 log = logging.getLogger(__name__)
 
-# (name, value) -> the value to keep. Raises InvalidRequest.
-Check = Callable[[str, Any], Any]
-
-
 # ---- checks ------------------------------------------------------------------------------------
-
-
-def whole(low: int, high: int | None = None) -> Check:
-    return lambda name, value: check_whole(name, value, low, high)
-
-
-def real(low: float, high: float, open_low: bool = False) -> Check:
-    return lambda name, value: check_real(name, value, low, high, open_low)
-
-
-def one_of(*names: str) -> Check:
-    def check(name: str, value: Any) -> Any:
-        if value not in names:
-            raise InvalidRequest(f"{name} is {', '.join(names)}, not {value!r}", name)
-        return value
-
-    return check
-
-
-def path(name: str, value: Any) -> str:
-    """Return the path as a string, which can be sent to another process."""
-    try:
-        return os.fspath(value)
-    except TypeError:
-        raise InvalidRequest(f"{name} must be a path, got {value!r:.100}", name) from None
 
 
 def kv_dtype(name: str, value: Any) -> str:
@@ -67,7 +45,7 @@ def kv_dtype(name: str, value: Any) -> str:
         return "fp8"
     if value not in ("auto", *names):
         raise InvalidRequest(
-            f"{name} is auto, {', '.join(names)} (which is e4m3), not {value!r}", name
+            f"{name} must be one of auto, {', '.join(names)} (which is e4m3), got {value!r}", name
         )
     return str(value)
 
@@ -87,21 +65,6 @@ def none_is_auto(name: str, value: Any) -> Any:
 # ---- the options -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Option:
-    """How the command line shows a field of EngineOptions, and which values are allowed."""
-
-    help: str = ""  # empty: the field is not an option of the command line
-    panel: Literal["Model", "Memory", "Scheduling"] = "Model"  # the box of --help
-    metavar: str = ""
-    flag: str = ""  # empty: the name of the field with dashes
-    # How the command line reads the value: by its type, or as a size such as 32K. None of the
-    # sizes but "size or zero" may be 0, and "size or auto" may also be "auto", which means None.
-    reads: Literal["", "size", "size or zero", "size or auto"] = ""
-    show_default: bool = False
-    check: Check | None = None  # None also passes if it is the default
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """The options that an engine is made with, besides the model."""
@@ -110,6 +73,7 @@ class EngineOptions:
         str,
         Option(
             "Data type of weights and activations: auto, float32, bfloat16 or float16.",
+            "Model",
             metavar="NAME",
             show_default=True,
         ),
@@ -118,6 +82,7 @@ class EngineOptions:
         str,
         Option(
             "Weight format: none, int8, int4-g64, ...; auto keeps the checkpoint's format.",
+            "Model",
             metavar="FORMAT",
             flag="--quant",
             show_default=True,
@@ -125,16 +90,19 @@ class EngineOptions:
         ),
     ] = "auto"
     device: Annotated[
-        str, Option("Device to run on: auto, cpu or cuda.", metavar="NAME", show_default=True)
+        str,
+        Option("Device to run on: auto, cpu or cuda.", "Model", metavar="NAME", show_default=True),
     ] = "auto"
     revision: Annotated[
-        str | None, Option("Branch, tag or commit of the model on huggingface.co.", metavar="NAME")
+        str | None,
+        Option("Branch, tag or commit of the model on huggingface.co.", "Model", metavar="NAME"),
     ] = None
     generation_config: Annotated[
         str,
         Option(
             "Sampling defaults: auto (the model's generation_config.json), vllm (none), or a "
             "directory with such a file.",
+            "Model",
             metavar="NAME",
             show_default=True,
             check=path,
@@ -146,6 +114,7 @@ class EngineOptions:
         str,
         Option(
             "auto reads the checkpoint; dummy makes random weights from config.json alone.",
+            "Model",
             metavar="NAME",
         ),
     ] = "auto"
@@ -153,6 +122,7 @@ class EngineOptions:
         str | None,
         Option(
             "Directory to read the tokenizer from. Default: the model.",
+            "Model",
             metavar="DIRECTORY",
             check=path,
         ),
@@ -160,8 +130,6 @@ class EngineOptions:
     skip_tokenizer_init: Annotated[bool, Option()] = (
         False  # prompts are token ids, and so are replies
     )
-    # Control tokens such as <|im_start|> in a text prompt are tokens. False: they are characters.
-    parse_special: Annotated[bool, Option()] = True
     # seed of requests without a seed of their own, and of dummy weights
     seed: Annotated[int, Option(check=whole(-(2**63), 2**63 - 1))] = 0
 
@@ -335,7 +303,7 @@ class EngineOptions:
     max_batch: Annotated[
         int,
         Option(
-            "Maximum requests per batch with --batching window or static.",
+            "Maximum requests per batch in the batching modes window and static.",
             "Scheduling",
             metavar="N",
             show_default=True,
@@ -344,7 +312,7 @@ class EngineOptions:
     window_ms: Annotated[
         float,
         Option(
-            "Milliseconds to wait for a batch to fill with --batching window.",
+            "Milliseconds to wait for a batch to fill in the batching mode window.",
             "Scheduling",
             metavar="X",
             show_default=True,
@@ -353,7 +321,7 @@ class EngineOptions:
     target_ms: Annotated[
         float,
         Option(
-            "Target inter-token latency in milliseconds with --batching adaptive.",
+            "Target inter-token latency in milliseconds in the batching mode adaptive.",
             "Scheduling",
             metavar="X",
             show_default=True,
@@ -390,15 +358,18 @@ class EngineOptions:
         ),
     ] = None
 
+    # Control tokens such as <|im_start|> in a text prompt are tokens. False: they are characters.
+    parse_special: Annotated[
+        bool,
+        Option(
+            "Read control tokens in text prompts as plain characters.",
+            "Safety",
+            flag="--no-parse-special",
+        ),
+    ] = True
+
     def __post_init__(self) -> None:
-        declared = option_declarations()
-        for field in fields(self):
-            check = declared[field.name].check
-            value = getattr(self, field.name)
-            if check is None or (value is None and field.default is None):
-                continue
-            # A check also converts: NumPy numbers to Python's, paths to strings.
-            object.__setattr__(self, field.name, check(field.name, value))
+        check_options(self)
         check_batching([self.batching], self.max_batch, self.window_ms, self.target_ms)
         self._check_offload()
         self._check_eviction()
@@ -447,18 +418,6 @@ class EngineOptions:
             raise InvalidRequest(
                 "kv_sinks has no effect here: nothing leaves with kv_eviction none", "kv_sinks"
             )
-
-
-@functools.cache
-def option_declarations() -> dict[str, Option]:
-    """The declaration of each field of EngineOptions."""
-    hints = get_type_hints(EngineOptions, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items()}
-
-
-def flag_of(name: str) -> str:
-    """Return the command-line flag of a field."""
-    return option_declarations()[name].flag or f"--{name.replace('_', '-')}"
 
 
 # ---- keyword arguments of LLM ------------------------------------------------------------------
@@ -535,7 +494,7 @@ class EngineKeywords(VllmKeywords, total=False):
 def from_keywords(keywords: dict[str, Any]) -> EngineOptions:
     """Return the options among the keyword arguments of LLM. The others must be vLLM's options
     that have no effect here."""
-    declared = option_declarations()
+    declared = option_declarations(EngineOptions)
     others = {name: value for name, value in keywords.items() if name not in declared}
     unknown = sorted(
         name

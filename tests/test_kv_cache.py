@@ -154,7 +154,8 @@ def test_codes_are_near_the_numbers() -> None:
 
 def test_what_cannot_be_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        InvalidRequest, match=r"kv_cache_dtype is auto, float32, .* int8, fp8 .*, not 'fp8_e5m2'"
+        InvalidRequest,
+        match=r"kv_cache_dtype must be one of auto, float32, .* fp8 .*, got 'fp8_e5m2'",
     ):
         LLM("/nowhere", kv_cache_dtype="fp8_e5m2")
     with pytest.raises(

@@ -104,6 +104,7 @@ def test_other_libraries_are_out_of_reach_in_that_test() -> None:
         "octavo.config",
         "octavo.errors",
         "octavo.outputs",
+        "octavo.option_declaration",
         "octavo.engine_options",
     ],
 )

@@ -34,11 +34,11 @@ class Load:
     """The requests to send, and how many clients send them at once."""
 
     port: int
+    clients: int
+    requests: int
+    tokens: int
+    prompt: str
     host: str = "127.0.0.1"
-    clients: int = 50
-    requests: int = 500
-    tokens: int = 30
-    prompt: str = "The secret to building a high performance system is"
     distinct: bool = False  # each prompt begins with its own number, from `first_number` on
     first_number: int = 0
     stream: bool = False

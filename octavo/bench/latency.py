@@ -27,9 +27,9 @@ QUANTILES = (50, 90, 99)
 def measure(
     llm: LLM,
     batches: Sequence[int],
-    prompt: int = 128,
-    output: int = 128,
-    repeat: int = 3,
+    prompt: int,
+    output: int,
+    repeat: int,
     advance: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Return one record for each number of requests.

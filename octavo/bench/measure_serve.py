@@ -131,7 +131,7 @@ def server(
     config = {
         "model": model,
         "engine": asdict(engine_options),
-        "name": "bench",
+        "served_model_name": ["bench"],
         "port": running.port,
         "max_queue": 4096,
     }

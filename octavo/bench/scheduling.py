@@ -139,11 +139,11 @@ def background_trace(count: int, longest: int, output: int, seed: int = 0) -> li
 class PriorityLoad:
     """The load of the priority bench, in requests and tokens."""
 
-    low: int | None = None  # background requests; None chooses enough for the whole run
-    high: int = 100  # urgent requests
-    prompt: int = 256  # tokens of an urgent prompt
-    longest: int = 1024  # tokens of the longest background prompt
-    output: int = 128  # tokens of the longest background reply
+    low: int | None  # background requests; None chooses enough for the whole run
+    high: int  # urgent requests
+    prompt: int  # tokens of an urgent prompt
+    longest: int  # tokens of the longest background prompt
+    output: int  # tokens of the longest background reply
 
 
 def priority(

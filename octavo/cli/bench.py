@@ -13,8 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import Model, command, flag, load_llm, option, size, sizes
+from octavo.cli.options import (
+    Model,
+    Output,
+    command,
+    engine_option,
+    flag,
+    load_llm,
+    option,
+    size,
+    sizes,
+)
 from octavo.cli.terminal import in_bytes, say, short, table
+from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
@@ -25,9 +36,6 @@ app = typer.Typer(
     help="Measure speed: each bench prints a table, and JSON as its last line.",
     no_args_is_help=True,
 )
-Output = Annotated[
-    Path | None, option("Write the result to this file as JSON.", None, "FILE", "--json")
-]
 
 
 def finish(result: dict[str, Any], output: Path | None) -> None:
@@ -279,7 +287,7 @@ def tiers(
             repeat,
             lambda: progress.advance(task),
         )
-    r = {"model": model or "smollm2", **r}
+    r = {"model": model or EMBEDDED, **r}
     show_tiers(r, tokens)
     finish(r, output)
 
@@ -419,7 +427,7 @@ def quant(
     finish(
         {
             "bench": "quant",
-            "model": model or "smollm2",
+            "model": model or EMBEDDED,
             "passages": passages,
             "length": length,
             "formats": rows,
@@ -489,7 +497,7 @@ def kv(
     finish(
         {
             "bench": "kv",
-            "model": model or "smollm2",
+            "model": model or EMBEDDED,
             "passages": passages,
             "length": length,
             "formats": rows,
@@ -501,9 +509,7 @@ def kv(
 @app.command()
 @command
 def attention(
-    device: Annotated[
-        str, option("Device to run on: auto, cpu or cuda.", None, "NAME", show_default=True)
-    ] = "auto",
+    device: Annotated[str, engine_option("device")] = EngineOptions.device,
     heads: Annotated[
         int, option("Number of query heads.", None, "N", show_default=True, min=1)
     ] = 16,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from octavo.cli.bench import Output, app, finish
-from octavo.cli.options import Model, command, load_llm, option, size, size_or_none
+from octavo.cli.bench import app, finish
+from octavo.cli.options import Model, Output, command, load_llm, option, size, size_or_none
 from octavo.cli.terminal import in_bytes, say, table
+from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
@@ -100,7 +101,7 @@ def eviction(
     finish(
         {
             "bench": "eviction",
-            "model": model or "smollm2",
+            "model": model or EMBEDDED,
             "budget": budget,
             "tokens": tokens,
             "text": text,

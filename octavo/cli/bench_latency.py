@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from octavo.cli.bench import ModelOrShape, Output, app, finish, load_shape
-from octavo.cli.options import command, option, size, sizes
+from octavo.cli.bench import ModelOrShape, app, finish, load_shape
+from octavo.cli.options import Output, command, option, size, sizes
 from octavo.cli.terminal import table
+from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 
 LATENCY_OPTIONS = EngineOptions(max_model_len=4096, enable_prefix_caching=False)
@@ -64,7 +65,7 @@ def latency(
         rows.append((str(result["requests"]), *cells, f"{result['tok_s']:,.0f}"))
     table(None, (*metric_columns, "tok/s"), rows, left=())
     description = {
-        "model": model or "smollm2",
+        "model": model or EMBEDDED,
         "device": llm.device.type,
         "dtype": str(llm.model_dtype).removeprefix("torch."),
         "prompt": prompt,

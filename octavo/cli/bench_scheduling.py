@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from octavo.cli.bench import ModelOrShape, Output, app, finish, load_shape
-from octavo.cli.options import command, option, size
+from octavo.cli.bench import ModelOrShape, app, finish, load_shape
+from octavo.cli.options import Output, command, engine_option, option, size
 from octavo.cli.terminal import say, table
+from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
@@ -46,24 +47,8 @@ def batching_modes(
             show_default=True,
         ),
     ] = 512,
-    window_ms: Annotated[
-        float,
-        option(
-            "Milliseconds to wait for a batch to fill in the mode window.",
-            None,
-            "X",
-            show_default=True,
-        ),
-    ] = MODES_OPTIONS.window_ms,
-    target_ms: Annotated[
-        float,
-        option(
-            "Target inter-token latency in milliseconds in the mode adaptive.",
-            None,
-            "X",
-            show_default=True,
-        ),
-    ] = MODES_OPTIONS.target_ms,
+    window_ms: Annotated[float, engine_option("window_ms")] = EngineOptions.window_ms,
+    target_ms: Annotated[float, engine_option("target_ms")] = EngineOptions.target_ms,
     output: Output = None,
     engine: EngineOptions = MODES_OPTIONS,
 ) -> None:
@@ -107,7 +92,7 @@ def batching_modes(
         f"{report['requests_a_second']:.1f} requests/s, batch size {report['batch_limit']}"
     )
     table(None, columns, rows)
-    finish({"model": model or "smollm2", "device": llm.device.type, **report}, output)
+    finish({"model": model or EMBEDDED, "device": llm.device.type, **report}, output)
 
 
 PRIORITY_OPTIONS = EngineOptions(max_num_seqs=16, max_model_len=2048, enable_prefix_caching=False)
@@ -195,4 +180,4 @@ def priority(
             f"[bold yellow]not reliable[/bold yellow]: only {loaded_share:.0%} of the urgent "
             "requests arrived under full load; raise --low"
         )
-    finish({"model": model or "smollm2", "device": llm.device.type, **report}, output)
+    finish({"model": model or EMBEDDED, "device": llm.device.type, **report}, output)

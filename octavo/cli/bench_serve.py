@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 
 import typer
 
-from octavo.cli.bench import ModelOrShape, Output, app, finish
-from octavo.cli.options import command, load_llm, option, size
+from octavo.cli.bench import ModelOrShape, app, finish
+from octavo.cli.options import Output, command, load_llm, option, size
 from octavo.cli.terminal import say, table
+from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest, OctavoError
 
@@ -89,7 +90,7 @@ def bench_serve(
     finish(
         {
             "bench": "serve",
-            "model": model or "smollm2",
+            "model": model or EMBEDDED,
             "url": url,
             "tokens": tokens,
             "cases": results,

@@ -26,7 +26,6 @@ import typer
 
 from octavo.cli.chat_backend import ChatBackend, LocalBackend, Messages, Prompt
 from octavo.cli.options import (
-    EMBEDDED,
     FALLBACK,
     NEUTRAL,
     Model,
@@ -38,8 +37,10 @@ from octavo.cli.options import (
 )
 from octavo.cli.reasoning_filter import OPEN_TAG, ReasoningFilter
 from octavo.cli.terminal import DIM, ERASE_LINE, Writer, dim, note, short, tokens
-from octavo.engine_options import EngineOptions, flag_of
+from octavo.config import EMBEDDED
+from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest, OctavoError
+from octavo.option_declaration import flag_of
 
 HELP = """\
 /reset           forget the conversation, keep the system prompt
@@ -135,7 +136,7 @@ def open_remote(
     unusable = sorted(given_options & engine_options - sampling_options)
     if unusable:
         raise InvalidRequest(
-            f"{flag_of(unusable[0])} sets how a model is loaded and cannot be used with --url: "
+            f"{flag_of(EngineOptions, unusable[0])} sets how a model is loaded and cannot be used with --url: "
             "leave it out"
         )
     backend = RemoteBackend(url, api_key, model, seed)

@@ -21,6 +21,7 @@ import typer
 from octavo import __version__
 from octavo.cli.options import command, fail, flag, option
 from octavo.cli.terminal import in_bytes
+from octavo.config import EMBEDDED
 from octavo.errors import OctavoError
 
 HUB_TIMEOUT = 2.0  # seconds
@@ -244,8 +245,7 @@ def embedded() -> DoctorCheck:
     return DoctorCheck(
         "ok",
         "model",
-        f"{embedded.NAME} is installed and its checksum is correct "
-        f"({in_bytes(path.stat().st_size)})",
+        f"{EMBEDDED} is installed and its checksum is correct ({in_bytes(path.stat().st_size)})",
     )
 
 

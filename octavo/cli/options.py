@@ -3,10 +3,11 @@
     @command
     def complete(model: Model = None, *, prompt: str = "", engine: EngineOptions) -> None: ...
 
-`command` shows typer each field of the group as an option and passes the function the group with
-the values that the user gave. The defaults are those of the group, or of the instance that is the
-parameter's default. A field is left out if the command has a parameter of the same name. An error
-of Octavo becomes one line and exit code 2.
+A group is a dataclass whose fields are declared with Option (octavo/option_declaration.py).
+`command` shows typer each field that has a help text as an option and passes the function the group
+with the values that the user gave. The defaults are those of the group, or of the instance that is
+the parameter's default. A field is left out if the command has a parameter of the same name. An
+error of Octavo becomes one line and exit code 2.
 
 Must not import torch: `octavo --help` has to be quick.
 """
@@ -20,19 +21,22 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import typer
 
-from octavo.engine_options import EngineOptions, Option, flag_of
-from octavo.errors import OctavoError
+from octavo.cli.terminal import tokens
+from octavo.config import EMBEDDED
+from octavo.engine_options import EngineOptions
+from octavo.errors import ChatTemplateError, OctavoError
+from octavo.option_declaration import Option, check_option, flag_of, option_declarations
 from octavo.params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-EMBEDDED = "smollm2"  # octavo.model.embedded.NAME, which would import torch; a test compares them
 
 
 # ---- values --------------------------------------------------------------------------------------------
@@ -61,6 +65,27 @@ def sizes(text: str) -> list[int]:
     return [size(part) for part in text.split(",")]
 
 
+def read_template(path: str) -> str:
+    """Read a chat template and compile it, so that its author and not a client sees an error."""
+    from octavo.text.chat import ChatTemplate
+
+    try:
+        return ChatTemplate(Path(path).read_text(encoding="utf-8")).source
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, ChatTemplateError) as error:
+        raise typer.BadParameter(f"{path} is not a chat template: {error}") from None
+
+
+# How the command line reads the values of Option.reads.
+READERS: dict[str, Callable[[str], Any]] = {
+    "size": size,
+    "size or zero": size_or_none,
+    "size or auto": size_or_auto,
+    "chat template": read_template,
+}
+
+
 # ---- groups --------------------------------------------------------------------------------------------
 
 
@@ -85,25 +110,30 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+Output = Annotated[
+    Path | None, option("Write the result to this file as JSON.", None, "FILE", "--json")
+]
 
 
-# How the command line reads the values of Option.reads.
-READERS = {"size": size, "size or zero": size_or_none, "size or auto": size_or_auto}
+def declared_option(group: type, name: str, default: Any, panel: str | None) -> Any:
+    """Return the command-line option of a field of a group."""
+    declared = option_declarations(group)[name]
+    if isinstance(default, bool):
+        return flag(flag_of(group, name), declared.help, panel)
+    more: dict[str, Any] = {"show_default": declared.show_default}
+    if declared.reads:
+        more["parser"] = READERS[declared.reads]
+        if declared.show_default and default >= UNITS["K"]:
+            more["show_default"] = tokens(default)
+    names = [flag_of(group, name)]
+    if declared.alias:
+        names.append(declared.alias)
+    return option(declared.help, panel, declared.metavar, *names, **more)
 
 
-def engine_option(name: str, declared: Option, is_flag: bool) -> Any:
-    """Return the command-line option of a field of EngineOptions."""
-    if is_flag:
-        return flag(flag_of(name), declared.help, declared.panel)
-    more = {"parser": READERS[declared.reads]} if declared.reads else {}
-    return option(
-        declared.help,
-        declared.panel,
-        declared.metavar,
-        flag_of(name),
-        show_default=declared.show_default,
-        **more,
-    )
+def engine_option(name: str) -> Any:
+    """Return an engine option, for a command that has this one and not the whole group."""
+    return declared_option(EngineOptions, name, getattr(EngineOptions, name), panel=None)
 
 
 def load_llm(model: str | dict[str, Any] | None, engine: EngineOptions, **changes: Any) -> LLM:
@@ -125,68 +155,75 @@ class SamplingOptions:
 
     temperature: Annotated[
         float | None,
-        option(
+        Option(
             "Sampling temperature; 0 means greedy decoding. Default: the model's recommendation, else 0.4.",
             "Sampling",
-            "X",
+            metavar="X",
         ),
     ] = None
     top_p: Annotated[
         float | None,
-        option(
+        Option(
             "Sample from the most likely tokens whose probabilities sum to this value. Default: the model's, else 0.9.",
             "Sampling",
-            "X",
+            metavar="X",
         ),
     ] = None
     top_k: Annotated[
         int | None,
-        option(
+        Option(
             "Sample from this many of the most likely tokens; 0 means all. Default: the model's, else 0.",
             "Sampling",
-            "N",
+            metavar="N",
         ),
     ] = None
     min_p: Annotated[
         float | None,
-        option(
+        Option(
             "Drop tokens whose probability is below this fraction of the largest one. Default: the model's, else 0.",
             "Sampling",
-            "X",
+            metavar="X",
         ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        option(
+        Option(
             "Penalty on tokens of the prompt and the reply; above 1 discourages repetition. Default: the model's, else 1; in a chat 1.05.",
             "Sampling",
-            "X",
+            metavar="X",
         ),
     ] = None
     presence_penalty: Annotated[
         float,
-        option("Penalty on tokens that the reply already contains, -2 to 2.", "Sampling", "X"),
+        Option(
+            "Penalty on tokens that the reply already contains, -2 to 2.", "Sampling", metavar="X"
+        ),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        option(
+        Option(
             "Penalty per earlier occurrence of a token in the reply, -2 to 2.",
             "Sampling",
-            "X",
+            metavar="X",
         ),
     ] = 0.0
     seed: Annotated[
-        int | None, option("Random seed; the same seed gives the same text.", "Sampling", "N")
+        int | None,
+        Option("Random seed; the same seed gives the same text.", "Sampling", metavar="N"),
     ] = None
     max_tokens: Annotated[
         int,
-        option(
-            "Maximum number of tokens to generate.", "Sampling", "N", parser=size, show_default=True
+        Option(
+            "Maximum number of tokens to generate.",
+            "Sampling",
+            metavar="N",
+            reads="size",
+            show_default=True,
         ),
     ] = 128
     stop: Annotated[
         list[str] | None,
-        option("Stop before this text. May be given several times.", "Sampling", "TEXT"),
+        Option("Stop before this text. May be given several times.", "Sampling", metavar="TEXT"),
     ] = None
 
     def with_defaults(
@@ -253,38 +290,41 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def group_parameters(group: Any) -> Iterator[inspect.Parameter]:
-    """Yield the fields of a group as parameters that typer understands.
+    """Yield the options of a group as parameters that typer understands.
 
-    The flag of a field of EngineOptions means that the field is not as EngineOptions has it by
-    default, so that --no-prefix-caching turns enable_prefix_caching off."""
-    hints = get_type_hints(type(group), include_extras=True)
-    for field in fields(group):
-        hint = hints[field.name]
-        declared = hint.__metadata__[0]
-        default = getattr(group, field.name)
-        if isinstance(declared, Option):
-            if not declared.help:
-                continue
-            is_flag = hint.__origin__ is bool
-            hint = Annotated[hint.__origin__, engine_option(field.name, declared, is_flag)]
-            if is_flag:
-                default = default != field.default
+    The flag of a field means that the field is not as its class has it by default, so that
+    --no-prefix-caching turns enable_prefix_caching off."""
+    kind: type = type(group)
+    hints = get_type_hints(kind)
+    for name, declared in option_declarations(kind).items():
+        if not declared.help:
+            continue
+        hint = hints[name]
+        default = getattr(group, name)
+        if hint is bool:
+            default = default != getattr(kind, name)
+        elif get_origin(hint) is tuple:  # typer knows options that repeat as lists
+            hint = list[str]
+            default = list(default)
+        shown = declared_option(kind, name, default, declared.panel)
         yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[hint, shown],
         )
 
 
 def fill_group(group: Any, given: dict[str, Any]) -> Any:
-    """Return the group with the values of its options."""
-    flags = {}
-    if isinstance(group, EngineOptions):
-        defaults = {field.name: field.default for field in fields(group)}
-        flags = {
-            name: defaults[name] != value
-            for name, value in given.items()
-            if isinstance(defaults[name], bool)
-        }
-    return replace(group, **given | flags)
+    """Return the group with the values of its options. An error names the flag."""
+    kind: type = type(group)
+    values = {}
+    for name, value in given.items():
+        default = getattr(kind, name)
+        if isinstance(default, bool):
+            value = default != value
+        values[name] = check_option(kind, name, value, shown_name=flag_of(kind, name))
+    return replace(group, **values)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

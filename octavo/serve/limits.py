@@ -1,9 +1,14 @@
-"""All bounds on what a client may send. `/v1/limits` shows them."""
+"""All bounds on what a client may send. `/v1/limits` shows them.
+
+A bound that is declared with an Option is also an option of `octavo serve`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from octavo.option_declaration import Option, check_options, whole
 from octavo.params import MAX_BEAMS
 
 
@@ -24,13 +29,47 @@ class Limits:
     template_seconds: float = 3.0  # to render a chat by a template that the client sent
     idle_seconds: float = 30.0  # until a connection without a request is closed
     send_seconds: float = 20.0  # until the connection of a client that reads nothing is closed
-    connections: int = 4096  # HTTP and WebSocket; as many gRPC connections, and gRPC calls
-    connections_per_address: int = 1024  # or IPv6 network of 64 bits; also gRPC calls
+    # HTTP and WebSocket connections; the limit holds for gRPC connections and gRPC calls too.
+    connections: Annotated[
+        int,
+        Option(
+            "Maximum number of open connections.",
+            "Load",
+            metavar="N",
+            flag="--max-connections",
+            reads="size",
+            show_default=True,
+            check=whole(1),
+        ),
+    ] = 4096
+    # An IPv6 network of 64 bits is one address. The limit holds for gRPC calls too.
+    connections_per_address: Annotated[
+        int,
+        Option(
+            "Maximum number of open connections from one address, such as a reverse proxy.",
+            "Load",
+            metavar="N",
+            flag="--max-connections-per-address",
+            reads="size",
+            show_default=True,
+            check=whole(1),
+        ),
+    ] = 1024
     connections_per_key: int = 1024
     # pings, pongs and fragments below 1 KiB, per minute and connection
     websocket_small_frames: int = 1200
     websocket_errors: int = 60  # invalid messages, per minute and connection
-    watchers: int = 8  # live pages that are open at once (--max-watchers)
+    watchers: Annotated[
+        int,
+        Option(
+            "Maximum number of open live pages; 0 disables the live page.",
+            "Load",
+            metavar="N",
+            flag="--max-watchers",
+            show_default=True,
+            check=whole(0),
+        ),
+    ] = 8
     messages: int = 4096
     parts: int = 4096  # of all messages together
     tools: int = 128
@@ -54,3 +93,6 @@ class Limits:
     label_chars: int = 128
     timeout_seconds: float = 3600.0
     failed_logins: int = 20  # a minute and address
+
+    def __post_init__(self) -> None:
+        check_options(self)

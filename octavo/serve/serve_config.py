@@ -1,50 +1,303 @@
-"""How a server is run, as frozen values. Limits on what a client may ask for are in limits.py."""
+"""The options of a server. Each option is declared once: name, type, default, check and help
+(octavo/option_declaration.py). `octavo serve` shows every field with a help text as an option.
+
+Bounds on what a client may send are in limits.py. Must not import torch, typer or the server.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
 
+from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
+from octavo.errors import InvalidRequest
+from octavo.option_declaration import Option, check_options, one_of, path, real, texts, whole
 from octavo.serve.limits import Limits
 
-LOOPBACK = ("127.0.0.1", "::1")
+MAX_SECONDS = 10**9  # of every timeout and interval
+# A port that is opened only if it is given may not be 0, because nobody would know its number.
+given_port = whole(1, 65535)
 
 
-@dataclass(frozen=True)
+def known_level(name: str, value: Any) -> Any:
+    return one_of("debug", "info", "warning", "error")(name, str(value).lower())
+
+
+def known_parser(name: str, value: Any) -> Any:
+    if value in ("auto", "none"):
+        return value
+    from octavo.text.tool_formats import FORMATS  # takes time that `octavo --help` does not have
+
+    return one_of("auto", "none", *FORMATS)(name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig:
+    """How a server is run. `model`, `engine` and `limits` are not options themselves."""
+
     model: str | None = None  # None: the embedded model
     engine: EngineOptions = field(default_factory=EngineOptions)
-    name: str = "smollm2"  # the model's name in requests and replies
-    other_names: tuple[str, ...] = ()  # more names that requests may use
-    host: str = "127.0.0.1"
-    port: int = 8000
-    grpc_port: int | None = None  # None: no gRPC
-    health_port: int | None = None  # None: only the event loop answers /livez
-    keys_file: str | None = None  # the TOML file with API keys
-    allow_unauthenticated: bool = False  # a public address needs no API keys
-    allowed_hosts: tuple[str, ...] = ()  # Host headers accepted besides those of the loopback
-    trusted_proxies: tuple[str, ...] = LOOPBACK  # addresses whose X-Forwarded-For is believed
-    allowed_origins: tuple[str, ...] = ()  # origins of web pages that may use the server
-    strict_params: bool = False  # requests with unknown fields are refused
-    # Control tokens such as <|im_start|> in a text prompt are tokens. False: they are characters.
-    parse_special: bool = True
-    chat_template: str | None = None  # replaces the model's own template
-    request_templates: bool = False  # a request may contain its own chat template
-    # how the model writes tool calls: a name in octavo.text.tool_formats.FORMATS, auto or none
-    tool_parser: str = "auto"
-    metrics_prefix: str = "octavo"
     limits: Limits = field(default_factory=Limits)
-    max_queue: int = 256  # requests that wait for their first step
-    max_queue_tokens: int = 262_144  # prompt tokens of the requests in the queue
-    queue_timeout: float = 60.0  # seconds from arrival to the first step
-    request_timeout: float = 600.0  # seconds from arrival to the end, unless the request says less
-    drain_timeout: float = 30.0  # seconds that open requests have to finish on shutdown
-    keep_alive: float = 10.0  # seconds without output after which a stream sends a comment
-    stall_dump: float = 10.0  # seconds without a step after which a busy engine's state is logged
-    stall_kill: float = 60.0  # seconds without a step after which a busy engine is restarted
-    check_interval: float = 60.0  # seconds between consistency checks of the scheduler; 0: none
-    text_workers: int = 2  # worker processes that parse and tokenise long or untrusted input
+
+    host: Annotated[str, Option("Address to listen on.", metavar="ADDRESS", show_default=True)] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int,
+        Option(
+            "Port to listen on; 0 takes any free port.",
+            metavar="0..65535",
+            show_default=True,
+            check=whole(0, 65535),
+        ),
+    ] = 8000
+    grpc_port: Annotated[
+        int | None,
+        Option("Also serve gRPC on this port.", metavar="1..65535", check=given_port),
+    ] = None
+    health_port: Annotated[
+        int | None,
+        Option(
+            "Also answer /livez on this port, from a thread of its own.",
+            metavar="1..65535",
+            check=given_port,
+        ),
+    ] = None
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Option(
+            "Name of the model for clients. May be repeated: replies have the first name.",
+            metavar="NAME",
+            check=texts,
+        ),
+    ] = ()
+    # The content of the file. It replaces the model's own template.
+    chat_template: Annotated[
+        str | None,
+        Option(
+            "File with a Jinja chat template. Default: the model's own template.",
+            metavar="FILE",
+            reads="chat template",
+        ),
+    ] = None
+    tool_parser: Annotated[
+        str,
+        Option(
+            "Format of the model's tool calls: auto (found from the chat template), none, or a "
+            "name that docs/serving.md lists.",
+            metavar="NAME",
+            alias="--tool-call-parser",
+            show_default=True,
+            check=known_parser,
+        ),
+    ] = "auto"
+    log_level: Annotated[
+        str,
+        Option(
+            "Log level: debug, info, warning or error.",
+            metavar="NAME",
+            show_default=True,
+            check=known_level,
+        ),
+    ] = "warning"
+
+    keys_file: Annotated[
+        str | None,
+        Option(
+            "TOML file with API keys; docs/serving.md describes it.",
+            "Safety",
+            metavar="FILE",
+            flag="--api-keys",
+            check=path,
+        ),
+    ] = None
+    allow_unauthenticated: Annotated[
+        bool, Option("Allow a public address without API keys.", "Safety")
+    ] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Option(
+            "Accept requests for this host name too. May be given several times.",
+            "Safety",
+            metavar="NAME",
+            flag="--allowed-host",
+            check=texts,
+        ),
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Option(
+            "Allow web pages from this origin. May be given several times.",
+            "Safety",
+            metavar="URL",
+            flag="--allowed-origin",
+            check=texts,
+        ),
+    ] = ()
+    # Proxies at a loopback address are always trusted.
+    trusted_proxies: Annotated[
+        tuple[str, ...],
+        Option(
+            "Take client addresses from this proxy's X-Forwarded-For. May be given several times.",
+            "Safety",
+            metavar="ADDRESS",
+            flag="--trusted-proxy",
+            check=texts,
+        ),
+    ] = ()
+    strict_params: Annotated[
+        bool, Option("Refuse requests that contain unknown fields.", "Safety")
+    ] = False
+    request_templates: Annotated[
+        bool,
+        Option(
+            "Accept a chat template in a request.", "Safety", flag="--trust-request-chat-template"
+        ),
+    ] = False
+
+    max_queue: Annotated[
+        int,
+        Option(
+            "Maximum number of requests in the queue.",
+            "Load",
+            metavar="N",
+            reads="size",
+            show_default=True,
+            check=whole(1),
+        ),
+    ] = 256
+    max_queue_tokens: Annotated[
+        int,
+        Option(
+            "Maximum number of prompt tokens in the queue.",
+            "Load",
+            metavar="N",
+            reads="size",
+            show_default=True,
+            check=whole(1),
+        ),
+    ] = 262_144
+    text_workers: Annotated[
+        int,
+        Option(
+            "Number of worker processes that parse and tokenise long inputs.",
+            "Load",
+            metavar="N",
+            show_default=True,
+            check=whole(1),
+        ),
+    ] = 2
+    queue_timeout: Annotated[
+        float,
+        Option(
+            "Seconds that a request may spend in the queue.",
+            "Load",
+            metavar="X",
+            show_default=True,
+            check=real(0.001, MAX_SECONDS),
+        ),
+    ] = 60.0
+    # A request may ask for less time.
+    request_timeout: Annotated[
+        float,
+        Option(
+            "Seconds that a request may take from arrival to its last token.",
+            "Load",
+            metavar="X",
+            show_default=True,
+            check=real(0.001, MAX_SECONDS),
+        ),
+    ] = 600.0
+    drain_timeout: Annotated[
+        float,
+        Option(
+            "Grace period on shutdown: seconds that open requests have to finish after SIGTERM.",
+            "Load",
+            metavar="X",
+            show_default=True,
+            check=real(0, MAX_SECONDS),
+        ),
+    ] = 30.0
+    keep_alive: Annotated[
+        float,
+        Option(
+            "Seconds without output after which a stream sends a comment to stay open.",
+            "Load",
+            metavar="X",
+            show_default=True,
+            check=real(0.1, MAX_SECONDS),
+        ),
+    ] = 10.0
+    stall_dump: Annotated[
+        float,
+        Option(
+            "Seconds without a step after which the state of a busy engine is logged.",
+            "Load",
+            metavar="X",
+            show_default=True,
+            check=real(0.1, MAX_SECONDS),
+        ),
+    ] = 10.0
+    stall_kill: Annotated[
+        float,
+        Option(
+            "Seconds without a step after which a busy engine is restarted.",
+            "Load",
+            metavar="X",
+            show_default=True,
+            check=real(0.1, MAX_SECONDS),
+        ),
+    ] = 60.0
+    check_interval: Annotated[
+        float,
+        Option(
+            "Seconds between consistency checks of the scheduler state; 0 disables the checks.",
+            "Load",
+            metavar="X",
+            show_default=True,
+            check=real(0, MAX_SECONDS),
+        ),
+    ] = 60.0
+    metrics_prefix: Annotated[
+        str,
+        Option(
+            "Prefix of metric names: octavo or vllm.",
+            "Load",
+            metavar="NAME",
+            show_default=True,
+            check=one_of("octavo", "vllm"),
+        ),
+    ] = "octavo"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.stall_kill < self.stall_dump:
+            raise InvalidRequest(
+                "--stall-kill must be at least --stall-dump: the state is logged before the "
+                "restart",
+                "stall_kill",
+            )
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model in requests. They contain no path of this machine by default."""
+        return self.served_model_name or (public_name(self.model),)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.other_names)
+    def name(self) -> str:
+        """The name of the model in replies."""
+        return self.names[0]
+
+
+def public_name(model: str | None) -> str:
+    """Return the name of a model without its directory."""
+    if model is None:
+        return EMBEDDED
+    model_path = Path(model).expanduser()
+    if model_path.exists() or os.path.isabs(model):
+        return model_path.resolve().name.removesuffix(".gguf")
+    return model

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from octavo.serve.endpoints.grpc_service import RpcServer
 
 log = logging.getLogger(__name__)
+LOOPBACK = ("127.0.0.1", "::1")  # the addresses of proxies that are always trusted
 CLOSE_SECONDS = 5.0  # that clients have to read how their requests ended
 OTHER_DESCRIPTORS = 256  # open files that are no connections of clients
 
@@ -189,7 +190,7 @@ class Server:
                 # its watchers.
                 ws_per_message_deflate=False,
                 lifespan="off",
-                forwarded_allow_ips=list(self.config.trusted_proxies),
+                forwarded_allow_ips=[*LOOPBACK, *self.config.trusted_proxies],
                 log_config=None,
                 # At info, uvicorn logs query strings; at debug, websockets logs headers and
                 # messages.
@@ -268,5 +269,6 @@ class Server:
 
 
 def run(config: ServeConfig, say: Callable[[Front, int], None] | None = None) -> None:
+    logging.getLogger().setLevel(config.log_level.upper())
     Server(config, say).run()
     sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from octavo.core.trace import TraceEntry
 from octavo.errors import OctavoError
 
 Octavo = Callable[..., Result]
+PRIORITY_LOAD = scheduling.PriorityLoad(low=None, high=100, prompt=256, longest=1024, output=128)
 
 
 def test_every_mode_plays_the_same_requests(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ def test_there_is_enough_other_work_for_every_urgent_request(
 
     monkeypatch.setattr(scheduling, "play", play)
     monkeypatch.setattr(scheduling, "SPARE_WORK", spare)
-    r = scheduling.priority(llm, scheduling.PriorityLoad(high=100))
+    r = scheduling.priority(llm, PRIORITY_LOAD)
     assert r["priority"]["loaded"] >= scheduling.MIN_LOADED and r["depth"] == 1
     assert (played.count("priority") == 3) == (spare > 1), (
         "a warm-up, a guess, and again if it was too low"
@@ -100,7 +102,7 @@ def test_there_is_enough_other_work_for_every_urgent_request(
         r["priority"]["low_finished"] == r["fcfs"]["low_finished"] == r["low"]
         and r["ratio_p99"] < 2
     )
-    few = scheduling.priority(llm, scheduling.PriorityLoad(low=4, high=10))
+    few = scheduling.priority(llm, replace(PRIORITY_LOAD, low=4, high=10))
     assert few["low"] == 4 and few["priority"]["loaded"] < scheduling.MIN_LOADED, "as asked for"
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from octavo.errors import OctavoError
 from octavo.text.tokenizer import Tokenizer
 
 Octavo = Callable[..., Result]
-LOAD = Load(0, tokens=3, exact=True)
+LOAD = Load(port=0, clients=1, requests=1, tokens=3, prompt="Hello", exact=True)
 HEAD = b"HTTP/1.1 200 OK\r\nx-request-id: req_1\r\n"
 
 
@@ -48,13 +49,13 @@ def streamed(*texts: str, tokens: int = 3, end: bytes = b"data: [DONE]\n\n") -> 
 
 def test_a_good_reply_counts_by_its_own_usage() -> None:
     assert check_reply(LOAD, whole()) == (200, "req_1", 3, None)
-    assert check_reply(Load(0, tokens=3, exact=True, stream=True), streamed("a", "b", "c")) == (
+    assert check_reply(replace(LOAD, stream=True), streamed("a", "b", "c")) == (
         200,
         "req_1",
         3,
         None,
     )
-    assert check_reply(Load(0, tokens=3, stream=True), streamed("two words")) == (
+    assert check_reply(replace(LOAD, exact=False, stream=True), streamed("two words")) == (
         200,
         "req_1",
         3,
@@ -93,7 +94,7 @@ def test_anything_else_does_not(data: bytes, why: str) -> None:
     ],
 )
 def test_a_stream_has_to_be_whole(data: bytes, why: str) -> None:
-    found = check_reply(Load(0, tokens=3, exact=True, stream=True), data)[3]
+    found = check_reply(replace(LOAD, stream=True), data)[3]
     assert found is not None and why in found
 
 
@@ -122,7 +123,7 @@ def answering(data: bytes) -> Iterator[int]:
 
 def test_the_client_asks_each_once_and_counts_the_good_ones() -> None:
     with answering(whole()) as port:
-        found = measure(Load(port, clients=3, requests=10, tokens=3, exact=True, timeout=20))
+        found = measure(replace(LOAD, port=port, clients=3, requests=10, timeout=20))
     assert (
         len(found["good"]) == 10
         and found["tokens"] == 30
@@ -137,12 +138,11 @@ def test_the_client_asks_each_once_and_counts_the_good_ones() -> None:
 def test_replies_in_bursts_and_in_pieces() -> None:
     with answering(streamed("a", "b", "c")) as port:
         found = measure(
-            Load(
-                port,
+            replace(
+                LOAD,
+                port=port,
                 clients=3,
                 requests=9,
-                tokens=3,
-                exact=True,
                 stream=True,
                 burst=True,
                 timeout=20,
@@ -160,7 +160,7 @@ def test_replies_in_bursts_and_in_pieces() -> None:
 )
 def test_a_server_that_only_fails_answers_nothing_at_all(data: bytes, why: str) -> None:
     with answering(data) as port:
-        found = measure(Load(port, clients=2, requests=4, tokens=3, timeout=5))
+        found = measure(replace(LOAD, port=port, clients=2, requests=4, exact=False, timeout=5))
     assert found["good"] == [] and found["tokens"] == 0
     assert why in found["wrong"] and sum(found["wrong"].values()) == 4
 

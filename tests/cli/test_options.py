@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 
 from octavo import __version__
 from octavo.cli.options import (
-    EMBEDDED,
     SamplingOptions,
     command,
     option,
@@ -22,14 +21,15 @@ from octavo.cli.options import (
     size_or_auto,
     sizes,
 )
-from octavo.engine_options import EngineOptions, flag_of, option_declarations
+from octavo.engine_options import EngineOptions
 from octavo.errors import ModelError
-from octavo.model import embedded
+from octavo.option_declaration import flag_of, option_declarations
 
 Octavo = Callable[..., Result]
 COMMANDS = [
     ["chat"],
     ["complete"],
+    ["serve"],
     ["plan"],
     ["doctor"],
     ["simulate"],
@@ -96,10 +96,6 @@ def test_help_is_grouped(octavo: Octavo, args: list[str]) -> None:
     assert (" Sampling ─" in out) == (args[0] != "bench")
 
 
-def test_the_embedded_models_name_is_the_embedded_models_name() -> None:
-    assert embedded.NAME == EMBEDDED
-
-
 # A value of each engine option that is not its default, as a user writes it and as the engine has it.
 OTHER_VALUES: dict[str, tuple[str | None, object]] = {
     "dtype": ("bfloat16", "bfloat16"),
@@ -134,6 +130,7 @@ OTHER_VALUES: dict[str, tuple[str | None, object]] = {
     "short_prompt_share": ("0.5", 0.5),
     "piggyback_tokens": ("0", 0),
     "record_trace": ("trace.jsonl", "trace.jsonl"),
+    "parse_special": (None, False),
 }
 NEEDS = {
     "kv_disk_gib": ["--kv-disk", "there"],
@@ -146,7 +143,7 @@ NEEDS = {
 
 
 def test_every_engine_option_with_a_help_text_is_an_option_of_commands() -> None:
-    shown = {name for name, declared in option_declarations().items() if declared.help}
+    shown = {name for name, declared in option_declarations(EngineOptions).items() if declared.help}
     assert shown == OTHER_VALUES.keys()
     got: list[EngineOptions] = []
 
@@ -154,7 +151,11 @@ def test_every_engine_option_with_a_help_text_is_an_option_of_commands() -> None
         got.append(engine)
 
     for name, (text, value) in OTHER_VALUES.items():
-        args = [flag_of(name), *([] if text is None else [text]), *NEEDS.get(name, [])]
+        args = [
+            flag_of(EngineOptions, name),
+            *([] if text is None else [text]),
+            *NEEDS.get(name, []),
+        ]
         result = run(show, *args)
         assert result.exit_code == 0, (args, result.output)
         assert getattr(got[-1], name) == value != getattr(EngineOptions(), name)
@@ -167,7 +168,7 @@ def test_a_bad_engine_option_is_one_line() -> None:
 
     result = run(show, "--depth", "4")
     assert result.exit_code == 2
-    assert result.stderr == "error: depth must be an integer of at least 1 and at most 3, got 4\n"
+    assert result.stderr == "error: --depth must be an integer of at least 1 and at most 3, got 4\n"
 
 
 def test_a_parameter_of_a_command_replaces_the_field_of_a_group() -> None:

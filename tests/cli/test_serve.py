@@ -2,11 +2,66 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
 import pytest
-from typer.testing import CliRunner
+import typer
+from typer.testing import CliRunner, Result
 
 from octavo.cli import app
+from octavo.engine_options import EngineOptions
+from octavo.errors import InvalidRequest
+from octavo.option_declaration import flag_of, option_declarations
+from octavo.serve.limits import Limits
 from octavo.serve.serve_config import ServeConfig
+
+Octavo = Callable[..., Result]
+
+# Fields of ServeConfig that are not options themselves: an argument and two groups of options.
+NOT_OPTIONS = {"model", "engine", "limits"}
+# A value of each option that is not its default, as a user writes it and as the server has it.
+OTHER_VALUES: dict[type, dict[str, tuple[str | None, object]]] = {
+    ServeConfig: {
+        "host": ("::1", "::1"),
+        "port": ("0", 0),
+        "grpc_port": ("50051", 50051),
+        "health_port": ("8001", 8001),
+        "served_model_name": ("a", ("a",)),
+        "chat_template": ("FILE", "{{ messages }}"),
+        "tool_parser": ("hermes", "hermes"),
+        "log_level": ("DEBUG", "debug"),
+        "keys_file": ("keys.toml", "keys.toml"),
+        "allow_unauthenticated": (None, True),
+        "allowed_hosts": ("a.example", ("a.example",)),
+        "allowed_origins": ("https://a.example", ("https://a.example",)),
+        "trusted_proxies": ("10.0.0.1", ("10.0.0.1",)),
+        "strict_params": (None, True),
+        "request_templates": (None, True),
+        "max_queue": ("1K", 1024),
+        "max_queue_tokens": ("1M", 2**20),
+        "text_workers": ("4", 4),
+        "queue_timeout": ("5", 5.0),
+        "request_timeout": ("5", 5.0),
+        "drain_timeout": ("0", 0.0),
+        "keep_alive": ("5", 5.0),
+        "stall_dump": ("5", 5.0),
+        "stall_kill": ("50", 50.0),
+        "check_interval": ("0", 0.0),
+        "metrics_prefix": ("vllm", "vllm"),
+    },
+    Limits: {
+        "connections": ("2K", 2048),
+        "connections_per_address": ("50", 50),
+        "watchers": ("0", 0),
+    },
+}
+GROUP_OF_CONFIG = {ServeConfig: lambda config: config, Limits: lambda config: config.limits}
 
 
 def config_for(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> ServeConfig:
@@ -17,22 +72,126 @@ def config_for(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> ServeConfig:
     return found[0]
 
 
+def test_every_field_of_the_config_is_an_option_with_a_help_text() -> None:
+    declared = option_declarations(ServeConfig)
+    assert declared.keys() == {field.name for field in fields(ServeConfig)} - NOT_OPTIONS
+    assert [name for name, option in declared.items() if not option.help] == []
+    assert [name for name, option in option_declarations(Limits).items() if not option.help] == []
+
+
+def test_the_command_has_the_options_that_the_groups_declare_and_no_others() -> None:
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    shown = {parameter.name: parameter for parameter in command.params}
+    declared = {
+        name: (group, option)
+        for group in (EngineOptions, ServeConfig, Limits)
+        for name, option in option_declarations(group).items()
+        if option.help
+    }
+    assert shown.keys() - declared.keys() == {"model", "enable_auto_tool_choice"}
+    assert declared.keys() <= shown.keys()
+    for name, (group, option) in declared.items():
+        parameter = shown[name]
+        assert parameter.opts[0] == flag_of(group, name)
+        assert (parameter.help, parameter.rich_help_panel) == (option.help, option.panel)
+
+
+def test_every_option_of_the_server_is_described() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "serving.md").read_text(encoding="utf-8")
+    flags = [flag_of(group, name) for group in OTHER_VALUES for name in option_declarations(group)]
+    assert [flag for flag in flags if not re.search(rf"{flag}\b(?!-)", page)] == []
+
+
+@pytest.mark.parametrize("group", OTHER_VALUES, ids=lambda group: group.__name__)
+def test_every_option_reaches_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: type
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    assert OTHER_VALUES[group].keys() == option_declarations(group).keys()
+    assert config_for(monkeypatch) == ServeConfig()
+    for name, (text, value) in OTHER_VALUES[group].items():
+        written = [] if text is None else [str(template) if text == "FILE" else text]
+        config = config_for(monkeypatch, flag_of(group, name), *written)
+        found = GROUP_OF_CONFIG[group](config)
+        assert getattr(found, name) == value != getattr(group(), name), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--port", "70000"), "--port must be an integer of at least 0 and at most 65535"),
+        (("--grpc-port", "0"), "--grpc-port must be an integer of at least 1"),
+        (("--text-workers", "0"), "--text-workers must be an integer of at least 1, got 0"),
+        (("--queue-timeout", "0"), "--queue-timeout must be a number in [0.001, 1e+09], got 0.0"),
+        (("--queue-timeout", "inf"), "--queue-timeout must be a number in [0.001, 1e+09]"),
+        (("--max-watchers", "-1"), "--max-watchers must be an integer of at least 0, got -1"),
+        (("--metrics-prefix", "x"), "--metrics-prefix must be one of octavo, vllm, got 'x'"),
+        (("--log-level", "all"), "--log-level must be one of debug, info, warning, error"),
+        (("--num-blocks", "0"), "'0' is not a size"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_under_the_name_of_its_flag(
+    octavo: Octavo, arguments: tuple[str, str], message: str
+) -> None:
+    result = octavo("serve", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"port": -1}, "port must be an integer of at least 0"),
+        ({"allowed_hosts": "a.example"}, "allowed_hosts must be a list of strings"),
+        ({"stall_dump": 61}, "--stall-kill must be at least --stall-dump"),
+        ({"tool_parser": "llama4"}, "tool_parser must be one of auto, none, hermes"),
+    ],
+)
+def test_a_config_is_always_valid(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        ServeConfig(**values)
+
+
+def test_a_config_is_read_from_json() -> None:
+    values = {
+        "port": 0,
+        "served_model_name": ["a"],
+        "limits": {"watchers": 2},
+        "engine": {"depth": 2},
+    }
+    config = msgspec.json.decode(json.dumps(values), type=ServeConfig)
+    assert config == ServeConfig(
+        port=0,
+        served_model_name=("a",),
+        limits=Limits(watchers=2),
+        engine=EngineOptions(depth=2),
+    )
+
+
 def test_every_served_model_name_is_served_and_the_first_is_in_replies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """tests/serve/test_routes.py asks a server under its other names."""
     names = ("--served-model-name", "a", "--served-model-name", "b", "--served-model-name", "c")
     config = config_for(monkeypatch, *names)
-    assert (config.name, config.other_names) == ("a", ("b", "c"))
-    one = config_for(monkeypatch, "--served-model-name", "a")
-    assert (one.name, one.other_names) == ("a", ())
-    none = config_for(monkeypatch)
-    assert (none.name, none.other_names) == ("smollm2", ())
+    assert (config.name, config.names) == ("a", ("a", "b", "c"))
+
+
+def test_the_name_of_a_model_is_never_a_path_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "Qwen3.gguf").touch()
+    names = {
+        None: "smollm2",
+        str(tmp_path / "Qwen3.gguf"): "Qwen3",
+        "/missing/Qwen3-0.6B": "Qwen3-0.6B",
+        "Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B",
+    }
+    assert {model: ServeConfig(model=model).name for model in names} == names
 
 
 def test_no_parse_special_makes_control_tokens_in_prompts_characters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """tests/serve/test_routes.py shows what such a server does."""
-    assert config_for(monkeypatch).parse_special
-    assert not config_for(monkeypatch, "--no-parse-special").parse_special
+    assert config_for(monkeypatch).engine.parse_special
+    assert not config_for(monkeypatch, "--no-parse-special").engine.parse_special

@@ -33,7 +33,10 @@ QUESTION = "Is it raining in Paris?"
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     engine = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 16}
     with server(
-        tmp_path_factory.mktemp("langchain"), model=None, name="smollm2", engine=engine
+        tmp_path_factory.mktemp("langchain"),
+        model=None,
+        served_model_name=["smollm2"],
+        engine=engine,
     ) as found:
         yield found
 

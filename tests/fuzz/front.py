@@ -142,7 +142,7 @@ class FakeServer:
     def __init__(self, **config: Any) -> None:
         self.loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self.loop)
-        self.config = ServeConfig(name="tiny", request_templates=True, **config)
+        self.config = ServeConfig(served_model_name=("tiny",), request_templates=True, **config)
         self.front = Front(self.config)
         client = self.front.client
         client.supervisor.phase = "ready"

@@ -134,7 +134,7 @@ def server(
     port, log = free_port(), folder / "server.log"
     config = {
         "model": tiny.model_dir(),
-        "name": NAME,
+        "served_model_name": [NAME],
         "engine": {**ENGINE, **(engine or {})},
         **config,
     }

@@ -352,8 +352,8 @@ def test_other_ways_to_run_it(tmp_path: Path) -> None:
     options = dict(
         model=str(model),
         strict_params=True,
-        other_names=["another-name"],
-        parse_special=False,
+        served_model_name=[NAME, "another-name"],
+        engine={"parse_special": False},
         request_templates=True,
         metrics_prefix="vllm",
         allowed_origins=["https://app.example"],

@@ -25,7 +25,7 @@ CURLS = [(page, found) for page in ("README.md", "docs/serving.md")
 
 @pytest.fixture(scope="module")
 def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with server(tmp_path_factory.mktemp("named"), name=NAME) as found:
+    with server(tmp_path_factory.mktemp("named"), served_model_name=[NAME]) as found:
         yield found
 
 
@@ -77,6 +77,8 @@ def test_the_servers_page_with_the_embedded_model(tmp_path: Path) -> None:
     pytest.importorskip("grpc")
     port = free_port()
     engine = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 16}
-    with server(tmp_path, model=None, name=NAME, grpc_port=port, engine=engine) as running:
+    with server(
+        tmp_path, model=None, served_model_name=[NAME], grpc_port=port, engine=engine
+    ) as running:
         hello, person, tool, rpc = run("docs/serving.md", running, port)
     assert hello and rpc and "name=" in person and "age=" in person and "get_weather" in tool

@@ -166,7 +166,7 @@ async def chat_ids(
 
 def parse_special(front: Front, asked: bool | None) -> bool:
     """Return whether the text of a control token in a prompt becomes that token."""
-    if asked and not front.config.parse_special:
+    if asked and not front.config.engine.parse_special:
         raise ApiError(
             403,
             "this server treats control tokens in prompts as plain text (--no-parse-special): "
@@ -174,7 +174,7 @@ def parse_special(front: Front, asked: bool | None) -> bool:
             "parse_special_not_allowed",
             "parse_special",
         )
-    return front.config.parse_special if asked is None else asked
+    return front.config.engine.parse_special if asked is None else asked
 
 
 async def completion_prompts(
