@@ -25,6 +25,7 @@ from octavo.ops.kv import KV
 from octavo.ops.weight import JoinedWeight, QuantWeight, WeightFormat
 
 HEAD = "lm_head.weight"  # the name of the output head in a checkpoint
+HEAD_CHUNK = 64  # rows of the identity matrix that are multiplied at a time
 
 
 @dataclass(slots=True)
@@ -109,6 +110,9 @@ class CausalLM(nn.Module):
     dtype: torch.dtype  # the dtype of activations; build() sets it
     # The default dtype of the KV cache. It equals `dtype` unless finish_loading() changes it.
     kv_dtype: torch.dtype
+    embed: nn.Module  # token ids [T] -> [T, hidden], without positions
+    # The layers whose input hidden states forward() stores in batch.captured; see capture().
+    captured_layers: tuple[int, ...] = ()
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
@@ -156,6 +160,27 @@ class CausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> logits [R, vocab]"""
         raise NotImplementedError
+
+    def head_rows(self, token_ids: Tensor) -> Tensor:
+        """Return the rows of the output head for some tokens, [n, hidden], in any layout of it.
+
+        The product of the head and the identity matrix is the head.
+        """
+        if self.config.tied:
+            return self.ops.embedding(token_ids, self.embed.weight)
+        identity = torch.eye(self.config.hidden_size, device=token_ids.device, dtype=self.dtype)
+        columns = [self.logits(rows)[:, token_ids] for rows in identity.split(HEAD_CHUNK)]
+        return torch.cat(columns).t().contiguous()
+
+    def capture(self, layers: tuple[int, ...]) -> None:
+        """Let forward() store the hidden states before these layers in batch.captured.
+
+        A draft head may need them (octavo.model.draft_head).
+        """
+        raise ModelError(
+            f"{self.config.architecture} cannot return the hidden states between its layers, which "
+            "this draft head needs. Use a draft head that reads the final hidden state only"
+        )
 
     def angles(self, layer: int) -> Tensor | None:
         """Return the rope table that this layer's cached keys are rotated by.

@@ -56,7 +56,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 class TransformerLayer(nn.Module):
     """Attention and MLP, each with a residual connection."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, layer_index: int):
+    def __init__(
+        self, config: ModelConfig, ops: Ops, layer_index: int, attention_inputs: int | None = None
+    ):
+        """`attention_inputs` is the size of the attention's input if it is not hidden_size."""
         super().__init__()
         self.config = config
         self.ops = ops
@@ -67,7 +70,7 @@ class TransformerLayer(nn.Module):
         key_size = config.num_kv_heads * config.head_dim
         self.qkv = Linear(
             ops,
-            hidden,
+            attention_inputs or hidden,
             {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size},
             config.qkv_bias,
         )
@@ -97,9 +100,22 @@ class TransformerLayer(nn.Module):
         The memory of hidden [T, hidden] may be overwritten by the result. kv_cache
         [N, 2, Hk, B, D] is the cache of this layer. `last` is batch.last in the last layer.
         """
+        normed = self.ops.rms_norm(hidden, self.attn_norm, self.config.norm_eps)
+        return self.add_branches(normed, hidden, batch, kv_cache, cos_sin, last)
+
+    def add_branches(
+        self,
+        normed: Tensor,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        kv_cache: KV,
+        cos_sin: Tensor,
+        last: ForwardBatch | None,
+    ) -> Tensor:
+        """Add the attention of `normed` and then the MLP to hidden, as forward() does."""
         ops = self.ops
         epsilon = self.config.norm_eps
-        qkv = self.qkv(ops.rms_norm(hidden, self.attn_norm, epsilon))
+        qkv = self.qkv(normed)
         query = ops.rope_and_cache(qkv, kv_cache, batch, cos_sin, self.q_norm, self.k_norm, epsilon)
         if batch.watched is not None:
             ops.block_mass(
@@ -203,15 +219,27 @@ class Decoder(CausalLM):
     def _run_layers(self, batch: ForwardBatch, kv_cache: KV) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states, and their logits if the fused call has computed them too."""
         hidden = self.embed(batch.ids)
-        if self.fused is not None and (done := self.fused(hidden, batch, kv_cache)) is not None:
+        if self.captured_layers:  # a fused call returns no hidden states between layers
+            batch.captured = hidden.new_empty(len(hidden), len(self.captured_layers), hidden.shape[1])
+        elif self.fused is not None and (done := self.fused(hidden, batch, kv_cache)) is not None:
             return (done, None) if isinstance(done, Tensor) else done
         for layer_index, layer in enumerate(self.layers):
+            if batch.captured is not None and layer_index in self.captured_layers:
+                batch.captured[:, self.captured_layers.index(layer_index)] = hidden
             last = batch.last if layer_index == len(self.layers) - 1 else None
             hidden = layer(hidden, batch, kv_cache[:, layer_index], self.table(layer_index), last)
         return self.ops.rms_norm(hidden, self.norm, self.config.norm_eps), None
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.logits(hidden, (self.head or self.embed).weight)
+
+    def capture(self, layers: tuple[int, ...]) -> None:
+        if not all(0 <= layer < self.config.num_layers for layer in layers):
+            raise ModelError(
+                f"hidden states before layers {list(layers)} are wanted, but the layers of this "
+                f"model are 0 to {self.config.num_layers - 1}"
+            )
+        self.captured_layers = layers
 
     def weight_map(self) -> dict[str, Slot]:
         slots = {

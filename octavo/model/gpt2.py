@@ -75,7 +75,7 @@ class GPT2(CausalLM):
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config, ops)
-        self.tokens = Embedding(ops, config.vocab_size, config.hidden_size)
+        self.embed = Embedding(ops, config.vocab_size, config.hidden_size)
         self.positions = Embedding(ops, config.max_position, config.hidden_size)
         self.layers = nn.ModuleList(GPT2Layer(config, ops) for _ in range(config.num_layers))
         self.norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
@@ -84,17 +84,17 @@ class GPT2(CausalLM):
         )
 
     def forward(self, batch: ForwardBatch, kv_cache: KV) -> Tensor:
-        hidden = self.tokens(batch.ids) + self.positions(batch.positions)
+        hidden = self.embed(batch.ids) + self.positions(batch.positions)
         for layer_index, layer in enumerate(self.layers):
             hidden = layer(hidden, batch, kv_cache[:, layer_index])
         return self.norm(hidden if batch.last is None else hidden[batch.logit_indices])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ops.logits(hidden, (self.head or self.tokens).weight)
+        return self.ops.logits(hidden, (self.head or self.embed).weight)
 
     def weight_map(self) -> dict[str, Slot]:
         slots = {
-            "transformer.wte.weight": self.tokens.slot(),
+            "transformer.wte.weight": self.embed.slot(),
             "transformer.wpe.weight": self.positions.slot(),
         }
         slots |= self.norm.slots("transformer.ln_f")
