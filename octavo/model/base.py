@@ -110,7 +110,7 @@ class CausalLM(nn.Module):
     dtype: torch.dtype  # the dtype of activations; build() sets it
     # The default dtype of the KV cache. It equals `dtype` unless finish_loading() changes it.
     kv_dtype: torch.dtype
-    embed: nn.Module  # token ids [T] -> [T, hidden], without positions
+    embed: Matrix  # token ids [T] -> [T, hidden], without positions
     # The layers whose input hidden states forward() stores in batch.captured; see capture().
     captured_layers: tuple[int, ...] = ()
 

@@ -186,6 +186,7 @@ class TransformerLayer(nn.Module):
 @registry.add(*DEFAULTS)
 class Decoder(CausalLM):
     tied_weight = "model.embed_tokens.weight"
+    embed: Embedding
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config, ops)
@@ -220,7 +221,9 @@ class Decoder(CausalLM):
         """Return the hidden states, and their logits if the fused call has computed them too."""
         hidden = self.embed(batch.ids)
         if self.captured_layers:  # a fused call returns no hidden states between layers
-            batch.captured = hidden.new_empty(len(hidden), len(self.captured_layers), hidden.shape[1])
+            batch.captured = hidden.new_empty(
+                len(hidden), len(self.captured_layers), hidden.shape[1]
+            )
         elif self.fused is not None and (done := self.fused(hidden, batch, kv_cache)) is not None:
             return (done, None) if isinstance(done, Tensor) else done
         for layer_index, layer in enumerate(self.layers):

@@ -236,7 +236,9 @@ def parse_draft_config(checkpoint: Checkpoint, target: ModelConfig) -> DraftConf
     fields = Fields(checkpoint.config | (layer_config if isinstance(layer_config, dict) else {}))
     num_layers = fields.positive_int("num_hidden_layers", 1)
     if num_layers != 1:
-        raise ModelError(f"config.json: a draft head has 1 layer, num_hidden_layers is {num_layers}")
+        raise ModelError(
+            f"config.json: a draft head has 1 layer, num_hidden_layers is {num_layers}"
+        )
     heads = head_sizes(fields)
     target_vocab_size = fields.positive_int("vocab_size", target.vocab_size)
     wanted = {"hidden_size": heads.hidden_size, "vocab_size": target_vocab_size}

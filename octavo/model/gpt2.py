@@ -72,6 +72,7 @@ class GPT2Layer(nn.Module):
 @registry.add("GPT2LMHeadModel")
 class GPT2(CausalLM):
     tied_weight = "transformer.wte.weight"
+    embed: Embedding
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config, ops)

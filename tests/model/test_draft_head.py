@@ -248,9 +248,7 @@ def test_the_spelling_of_vllm_and_a_stored_embedding_load_the_same_head(tmp_path
     respelled = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
     respelled["embed_tokens.weight"] = torch.zeros(300, HIDDEN)
     other = load_draft_head(write_head(tmp_path / "vllm", respelled), target)
-    for (name, expected), actual in zip(
-        head.named_parameters(), other.parameters(), strict=True
-    ):
+    for (name, expected), actual in zip(head.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(expected.to_dense(), actual.to_dense()), name
     assert torch.equal(head.token_ids, other.token_ids)
 
