@@ -26,6 +26,7 @@ from octavo.cli import (
     quantize,
     serve_command,
     simulate_command,
+    train_draft_command,
 )  # fmt: skip
 
 # These modules and bench.py add their commands to one group.
@@ -46,6 +47,7 @@ app.command(rich_help_panel="Generate")(serve_command.serve)
 app.command(rich_help_panel="Look")(plan.plan)
 app.command(rich_help_panel="Look")(doctor.doctor)
 app.command(rich_help_panel="Convert")(quantize.quantize)
+app.command(rich_help_panel="Convert")(train_draft_command.train_draft)
 app.command(rich_help_panel="Measure")(simulate_command.simulate)
 app.add_typer(BENCHES[0].app, name="bench", rich_help_panel="Measure")
 

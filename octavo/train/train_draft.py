@@ -59,7 +59,7 @@ class TrainOptions:
     draft_vocab_size: int = 8192
     chained_steps: int = 3
     epochs: int = 20
-    batch_tokens: int = 16384
+    batch_tokens: int = 8192
     learning_rate: float = 1e-3
     seconds: float = math.inf  # the time that everything may take, from the call on
 
