@@ -45,6 +45,7 @@ DRAFT_TO_TARGET = "d2t"  # for each draft token, the id in the target minus the 
 class DraftConfig(ModelConfig):
     """The sizes of a draft head. `vocab_size` is the number of draft tokens, `num_layers` is 1."""
 
+    target_vocab_size: int = 0
     # The layers of the target before which hidden states are captured. Without any, the input is
     # the target's final hidden state, after its last norm.
     target_layers: tuple[int, ...] = ()
@@ -72,7 +73,9 @@ class DraftHead(CausalLM):
         self.head: nn.Module | None = None
         if config.owns_head:
             self.head = Linear(ops, hidden, {"lm_head": config.vocab_size})
-        self.register_buffer("token_ids", torch.arange(config.vocab_size), persistent=False)
+        # Until finish_loading(), these are the distances to the draft's ids, as in a checkpoint.
+        offsets = torch.zeros(config.vocab_size, dtype=torch.int64)
+        self.register_buffer("token_ids", offsets, persistent=False)
         self.register_buffer(
             "rope", rope_table(config.rope, config.head_dim, config.max_position), persistent=False
         )
@@ -149,7 +152,7 @@ class DraftHead(CausalLM):
         if isinstance(self.head, Linear):
             slots |= self.head.slots()
         if self.config.maps_tokens:
-            slots[DRAFT_TO_TARGET] = Slot(self.token_ids, add_index)
+            slots[DRAFT_TO_TARGET] = Slot(self.token_ids)
         return slots
 
     @classmethod
@@ -163,6 +166,13 @@ class DraftHead(CausalLM):
         return {"t2d", "embed_tokens.weight", DRAFT_TO_TARGET}
 
     def finish_loading(self) -> None:
+        self.token_ids += torch.arange(len(self.token_ids), device=self.token_ids.device)
+        largest = self.config.target_vocab_size - 1
+        if not 0 <= int(self.token_ids.min()) <= int(self.token_ids.max()) <= largest:
+            raise ModelError(
+                f"{DRAFT_TO_TARGET} of the draft head names tokens outside 0 to {largest}, the "
+                "target's vocabulary. Use a draft head that was trained for this model"
+            )
         if self.head is None:
             self.head = self._head_of_target()
         pack_weights(self)
@@ -179,11 +189,6 @@ class DraftHead(CausalLM):
         else:
             head.weight = nn.Parameter(rows.to(self.dtype), requires_grad=False)
         return head
-
-
-def add_index(offsets: Tensor) -> Tensor:
-    """Return the target's ids for d2t, which holds their distances to the draft's ids."""
-    return offsets + torch.arange(len(offsets), device=offsets.device)
 
 
 def following(rows: ForwardBatch, tokens: Tensor, block_size: int) -> ForwardBatch:
@@ -220,11 +225,6 @@ def load_draft_head(source: str | Path, target: CausalLM) -> DraftHead:
     assert isinstance(head, DraftHead)
     head.attach(target)
     load_weights(head, checkpoint, progress=False)
-    if not 0 <= int(head.token_ids.min()) <= int(head.token_ids.max()) < target.config.vocab_size:
-        raise ModelError(
-            f"{checkpoint.source}: {DRAFT_TO_TARGET} names tokens outside the target's vocabulary "
-            f"of {target.config.vocab_size}. Use a draft head that was trained for this model"
-        )
     if config.target_layers:
         target.capture(config.target_layers)
     return head
@@ -268,6 +268,7 @@ def parse_draft_config(checkpoint: Checkpoint, target: ModelConfig) -> DraftConf
         out_bias=has_bias,
         mlp_bias=fields.boolean("mlp_bias"),
         rope=ropes(fields, is_gemma=False)["rope"],
+        target_vocab_size=target_vocab_size,
         target_layers=target_layers(fields, target.num_layers),
         owns_head="lm_head.weight" in stored or not fields.boolean("shares_target_head"),
         maps_tokens=vocab_size != target_vocab_size or DRAFT_TO_TARGET in stored,
@@ -291,7 +292,7 @@ def target_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     return before or (2, num_layers // 2, num_layers - 3)
 
 
-def draft_config_json(config: DraftConfig, target: ModelConfig) -> dict[str, Any]:
+def draft_config_json(config: DraftConfig) -> dict[str, Any]:
     """Return the content of config.json for a head that parse_draft_config() reads back.
 
     The head shares the target's output head and reads its final hidden state.
@@ -304,7 +305,7 @@ def draft_config_json(config: DraftConfig, target: ModelConfig) -> dict[str, Any
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "vocab_size": target.vocab_size,
+        "vocab_size": config.target_vocab_size,
         "draft_vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.norm_eps,

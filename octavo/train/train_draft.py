@@ -101,7 +101,7 @@ def train_draft(
             "options": asdict(options) | {"seconds": min(options.seconds, 1e9)},
             **evaluate(head, held_out, options.batch_tokens),
         }
-        write_head(head, llm.config, metrics, out)
+        write_head(head, metrics, out)
         return metrics
 
     trainer.run(
@@ -147,6 +147,7 @@ def head_config(target: ModelConfig, draft_vocab_size: int) -> DraftConfig:
         max_position=target.max_position,
         norm_eps=target.norm_eps,
         rope=RopeConfig(theta=target.rope.theta),
+        target_vocab_size=target.vocab_size,
         owns_head=False,
     )
 
@@ -283,9 +284,7 @@ def round_weights(head: TrainableHead) -> None:
             weight.copy_(quantise(weight).dequantize())
 
 
-def write_head(
-    head: TrainableHead, target: ModelConfig, metrics: dict[str, Any], directory: Path
-) -> None:
+def write_head(head: TrainableHead, metrics: dict[str, Any], directory: Path) -> None:
     """Write config.json and model.safetensors. An earlier state of the same head is replaced."""
     from safetensors.torch import save_file
 
@@ -300,7 +299,7 @@ def write_head(
             tensors[name] = weight.detach().cpu().contiguous()
     offsets = head.token_ids.cpu() - torch.arange(len(head.token_ids))
     tensors[DRAFT_TO_TARGET] = offsets
-    config = draft_config_json(head.config, target)
+    config = draft_config_json(head.config)
     config["quantization_config"] = {"quant_method": quantized.METHOD, "weights": formats}
     config["training"] = metrics
     directory.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,7 @@ def test_a_loaded_head_drafts_what_the_trained_head_predicts(tmp_path: Path) -> 
     for weight in trained.parameters():
         weight.data += torch.randn_like(weight) * 0.2
     round_weights(trained)
-    write_head(trained, llm.config, {}, tmp_path)
+    write_head(trained, {}, tmp_path)
     head = load_draft_head(tmp_path, llm.model)
 
     tokens = state.token_ids.tolist()
