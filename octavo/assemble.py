@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from octavo.config import KV_CODES, CacheConfig, ModelConfig, ScheduleConfig
+from octavo.config import KV_CODES, CacheConfig, ModelConfig, ScheduleConfig, SpeculativeConfig
 from octavo.core.bounded_kv import check_kv_eviction
 from octavo.core.engine import Engine
 from octavo.core.policy import find_policy
@@ -208,6 +208,7 @@ def resolve_schedule(options: EngineOptions, model: ModelFacts, kind: str) -> Sc
     piggyback = options.piggyback_tokens
     if piggyback is None:
         piggyback = default_piggyback_tokens(kind, model.parameters, model.weights)
+    check_exit_layer(options.speculative_config, model.config)
     return ScheduleConfig(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=tokens,
@@ -219,7 +220,17 @@ def resolve_schedule(options: EngineOptions, model: ModelFacts, kind: str) -> Sc
         latency_target=options.target_ms / 1e3,
         short_prompt_share=options.short_prompt_share,
         piggyback_tokens=piggyback,
+        speculative=options.speculative_config,
     )
+
+
+def check_exit_layer(speculative: SpeculativeConfig | None, config: ModelConfig) -> None:
+    if speculative is not None and speculative.exit_layer >= config.num_layers:
+        raise InvalidRequest(
+            f"early_exit,layer={speculative.exit_layer} uses all of the model: it has "
+            f"{config.num_layers} layers, so give a smaller number",
+            "speculative_config",
+        )
 
 
 def resolve_pool(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> Resolved:
@@ -405,11 +416,12 @@ def build_runner(
             max_slots=schedule.max_num_seqs,
             max_len=schedule.max_model_len,
             max_tokens=schedule.max_num_batched_tokens,
+            is_bounded=cache.kv_eviction != "none",
         ),
         use_graphs=resolved.requirements.graphs,
         tiers=tiers,
         canary=canary,
-        is_bounded=cache.kv_eviction != "none",
+        exit_layer=schedule.speculative.exit_layer if schedule.speculative is not None else 0,
     )
     return runner, resolved
 

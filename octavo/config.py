@@ -87,6 +87,18 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """How the next tokens are guessed (octavo/core/speculation.py)."""
+
+    method: str  # octavo/core/draft_methods.py lists them
+    num_tokens: int = 4  # guesses that one step verifies for a sequence, at most
+    adaptive: bool = True  # verify only as many as measurements show to pay
+    ngram_min: int = 2  # fewest tokens that must occur earlier, for "ngram" and "suffix"
+    ngram_max: int = 5  # most tokens that are looked for
+    exit_layer: int = 0  # layers of the model that guess, for "early_exit"
+
+
+@dataclass(frozen=True)
 class ScheduleConfig:
     max_num_seqs: int = 256  # batch slots
     max_num_batched_tokens: int = 2048  # token budget of one step
@@ -102,3 +114,4 @@ class ScheduleConfig:
     # Offline prompts fill steps that decode up to this many tokens; 0: off. Up to this size a
     # prompt token costs less in such a step than in a step of its own (docs/scheduling.md).
     piggyback_tokens: int = 0
+    speculative: SpeculativeConfig | None = None  # None: every token is decoded in its own step

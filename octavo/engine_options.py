@@ -18,9 +18,10 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
-from octavo.config import DTYPE_BYTES, KV_CODES
+from octavo.config import DTYPE_BYTES, KV_CODES, SpeculativeConfig
 from octavo.core.batching import check_batching
 from octavo.core.bounded_kv import KV_EVICTIONS
+from octavo.core.draft_methods import parse_speculative
 from octavo.core.policy import find_policy
 from octavo.errors import InvalidRequest
 from octavo.option_declaration import (
@@ -348,6 +349,18 @@ class EngineOptions:
             check=whole(0),
         ),
     ] = None
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        Option(
+            "Speculative decoding: METHOD[,k=N...] with the method ngram, suffix or early_exit. "
+            "Replies stay the same.",
+            "Scheduling",
+            metavar="METHOD",
+            flag="--speculative",
+            reads="speculative",
+            check=parse_speculative,
+        ),
+    ] = None
     record_trace: Annotated[
         str | None,
         Option(
@@ -373,6 +386,11 @@ class EngineOptions:
         check_batching([self.batching], self.max_batch, self.window_ms, self.target_ms)
         self._check_offload()
         self._check_eviction()
+        if self.speculative_config is not None and self.kv_eviction != "none":
+            raise InvalidRequest(
+                "speculative_config needs KV that is kept whole: leave out kv_eviction",
+                "speculative_config",
+            )
         if self.piggyback_tokens and (self.batching, self.scheduling_policy) != (
             "continuous",
             "fcfs",
@@ -488,6 +506,7 @@ class EngineKeywords(VllmKeywords, total=False):
     target_ms: float
     short_prompt_share: float
     piggyback_tokens: int | None
+    speculative_config: SpeculativeConfig | dict[str, Any] | str | None
     record_trace: str | os.PathLike[str] | None
 
 

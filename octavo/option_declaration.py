@@ -32,10 +32,10 @@ class Option:
     metavar: str = ""
     flag: str = ""  # empty: the name of the field with dashes
     alias: str = ""  # another name of the flag
-    # How the command line reads the value: by its type, as a size such as 32K, or as the name of a
-    # file with a chat template. None of the sizes but "size or zero" may be 0, and "size or auto"
+    # How the command line reads the value: by its type, as a size such as 32K, as the name of a
+    # file with a chat template, or as METHOD[,NAME=VALUE...]. None of the sizes but "size or zero" may be 0, and "size or auto"
     # may also be "auto", which means None.
-    reads: Literal["", "size", "size or zero", "size or auto", "chat template"] = ""
+    reads: Literal["", "size", "size or zero", "size or auto", "chat template", "speculative"] = ""
     show_default: bool = False
     check: Check | None = None  # None also passes if it is the default
 

@@ -130,6 +130,10 @@ class Sequence:
     steps_in_flight: int = 0  # steps launched and not yet committed
     epoch: int = 0  # raised by preempt, finish and abort; results of older epochs are dropped
 
+    # Speculative decoding (octavo/core/speculation.py).
+    drafts_in_flight: int = 0  # of the planned positions, those that may turn out to be wrong
+    draft_acceptance: float = 0.0  # running mean: how many of its guesses were right
+
     # Prefix cache.
     block_hashes: list[bytes] = field(default_factory=list)  # hash chain of its full blocks
     published_blocks: int = 0  # leading blocks already published to the prefix cache
@@ -191,6 +195,9 @@ class Item(NamedTuple):
     max_kv_len: int  # upper bound on start + num_tokens: how much KV attention may read
     prompt_logprobs: int | None = None  # number of top logprobs for each computed position
     wants_attention_mass: bool = False  # report how its attention is spread over its blocks
+    # The last `num_drafts` of its tokens are guesses, and each of them and the token before them is
+    # followed by a sampled token. The step keeps what a decode without guesses would have sampled.
+    num_drafts: int = 0
 
 
 class NewSlot(NamedTuple):
@@ -247,8 +254,11 @@ class Plan:
     # (batch slot, logical block, physical block)
     block_appends: list[tuple[int, int, int]] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
-    # item index -> allowed tokens (Guide.mask); other items may sample any token
-    token_masks: dict[int, bytes] = field(default_factory=dict)
+    # item index -> the drafts that are verified; the device drafts for items that are not in it
+    drafts: dict[int, array[int]] = field(default_factory=dict)
+    # item index -> allowed tokens at each sampled position (Guide.mask); other items may sample any
+    token_masks: dict[int, list[bytes]] = field(default_factory=dict)
+    num_drafts: int = 0  # of all items
     # Disk work starts with the step and finishes whenever the disk is done.
     saves: list[Save] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
@@ -296,7 +306,8 @@ class DiskEvent(NamedTuple):
 class StepResult:
     """The results of one step. Lists have one entry per item of the plan, in order."""
 
-    tokens: list[list[int]]  # sampled tokens; empty for a prefill chunk that is not the last
+    # Sampled tokens: none for a prefill chunk that is not the last, several where drafts were right.
+    tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]] | None = None  # like tokens; None: not requested
     # item index -> logprobs of the token AFTER each computed position
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None

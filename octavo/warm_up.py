@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
+from itertools import pairwise
 
 from octavo.core.bounded_kv import max_kv_positions
 from octavo.core.engine import Engine
+from octavo.core.speculation import StepCosts
 from octavo.params import SamplingParams
 from octavo.types import Request
 
 log = logging.getLogger(__name__)
 # Prompt tokens of the warm-up steps, as far as they fit. Kernels may differ between these sizes.
 WARM_UP_TOKENS = {"cuda": (64, 128, 768, 2048, sys.maxsize), "cpu": (64,)}
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # decode steps that speculative decoding measures
+MEASURED_STEPS = 5
 
 
 def warm_up(engine: Engine, kind: str) -> None:
@@ -28,6 +33,28 @@ def warm_up(engine: Engine, kind: str) -> None:
         for tokens in sorted({min(size, longest) for size in WARM_UP_TOKENS[kind]}):
             run_prompt(engine, tokens)
             scheduler.clear_cache()
+        if scheduler.speculation is not None:
+            measure_rows(engine, scheduler.speculation.costs)
+            scheduler.clear_cache()
+
+
+def measure_rows(engine: Engine, costs: StepCosts) -> None:
+    """Measure decode steps of several sizes: how many drafts pay depends on what their rows cost."""
+    scheduler = engine.scheduler
+    params = SamplingParams(max_tokens=MEASURED_STEPS + 2, ignore_eos=True, detokenize=False)
+    for num_rows in ROWS:
+        if num_rows > scheduler.schedule.max_num_seqs:
+            return
+        for index in range(num_rows):
+            engine.add(Request(f"warm-up {num_rows}/{index}", [index] * 8, params))
+        landings = []
+        while not engine.idle:
+            engine.step()
+            if len(scheduler.decoding) == num_rows:
+                landings.append(scheduler.clock())
+        steps = sorted(later - earlier for earlier, later in pairwise(landings))
+        if steps:
+            costs.observe(num_rows, steps[len(steps) // 2])
 
 
 def run_prompt(engine: Engine, tokens: int) -> None:

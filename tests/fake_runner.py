@@ -103,24 +103,32 @@ class FakeRunner:
             start = row.computed
             assert item.start in (None, start), f"host says {item.start}, device says {start}"
             assert start + item.num_tokens <= item.max_kv_len, "the host's bound is too low"
+            drafts = list(plan.drafts.get(i) or self._guess(row, item.num_drafts))
+            assert len(drafts) == item.num_drafts, "fewer drafts than the plan verifies"
+            known = row.tokens + drafts
             for p in range(start, start + item.num_tokens):
-                self.kv[row.table[p // self.size]][p % self.size] = (row.tokens[p], p)
-            row.computed = start + item.num_tokens
+                self.kv[row.table[p // self.size]][p % self.size] = (known[p], p)
+            row.computed = start + item.num_tokens - item.num_drafts
             new, found = [], []
             if item.sample:
                 assert row.computed == len(row.tokens), "sampled before the last known token"
-                entries = [
-                    self.kv[row.table[p // self.size]][p % self.size] for p in range(row.computed)
-                ]
-                if row.logprobs is None:
-                    new = [
-                        oracle.model(
-                            entries, row.seed, plan.token_masks.get(i), row.offset + row.computed
+                masks = plan.token_masks.get(i) or [None] * (item.num_drafts + 1)
+                assert len(masks) == item.num_drafts + 1, "a mask for each sampled position"
+                for draft, mask in zip([*drafts, None], masks, strict=True):
+                    entries = [
+                        self.kv[row.table[p // self.size]][p % self.size]
+                        for p in range(row.computed)
+                    ]
+                    if row.logprobs is None:
+                        new.append(
+                            oracle.model(entries, row.seed, mask, row.offset + row.computed)  # type: ignore[arg-type]
                         )
-                    ]  # type: ignore[arg-type]
-                else:
-                    found = [ranked(oracle.logprobs(entries), row.logprobs)]  # type: ignore[arg-type]
-                    new = [found[0].token]
+                    else:
+                        found.append(ranked(oracle.logprobs(entries), row.logprobs))  # type: ignore[arg-type]
+                        new.append(found[-1].token)
+                    if new[-1] != draft:
+                        break
+                    row.computed += 1
                 row.tokens += new
                 if item.wants_attention_mass:
                     mass[i] = oracle.attention(entries, self.size)  # type: ignore[arg-type]
@@ -138,7 +146,7 @@ class FakeRunner:
             tokens,
             logprobs,
             prompt_logprobs,
-            mass,
+            attention_mass=mass,
             corrupt_host_blocks={slot for slot, _ in plan.loads if slot in self.spoilt},
         )
         if self.host:
@@ -156,6 +164,15 @@ class FakeRunner:
             result.disk_events = self._disk_news()
 
         return Handle(result, finish)
+
+    def _guess(self, row: Row, count: int) -> list[int]:
+        """The tokens that will be sampled, some of them wrong."""
+        text = list(row.tokens)
+        for _ in range(count):
+            entries = [(token, p) for p, token in enumerate(text)]
+            right = oracle.model(entries, row.seed, None, row.offset + len(text))
+            text.append(right if self.dice.random() < 0.7 else self.dice.randrange(oracle.VOCAB))
+        return text[len(row.tokens) :]
 
     # ---- tiers ---------------------------------------------------------------------------------------
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from octavo.config import CacheConfig, ScheduleConfig
+from octavo.config import CacheConfig, ScheduleConfig, SpeculativeConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.core.simulate import VirtualClock as Clock
 from octavo.params import SamplingParams
-from octavo.types import Output, Request
+from octavo.types import Output, Request, Sequence
 from tests import oracle
 from tests.fake_runner import FakeDisk, FakeRunner
 from tests.toy_guide import ToyGuide
@@ -37,6 +38,8 @@ class Trial:
     disk_tokens: int = 0
     misses: int = 0
     dropped: int = 0  # blocks that left full caches
+    drafted: int = 0
+    accepted: int = 0
     settings: dict[str, object] = field(default_factory=dict)
 
 
@@ -66,6 +69,41 @@ def make_engine(
     if scheduler.tiers is not None and disk is not None:
         scheduler.tiers.on_disk = set(disk.records)
     return Engine(scheduler, FakeRunner(num_blocks, block_size, host, disk, seed), clock.sleep)
+
+
+class OracleDrafter:
+    """Proposes tokens of which about two thirds are right."""
+
+    def __init__(self, seed: int):
+        self.dice = random.Random(f"drafts {seed}")
+
+    def propose(self, seq: Sequence, count: int) -> array[int]:
+        text = list(seq.tokens)
+        guide = seq.guide.copy() if seq.guide is not None else None
+        while len(text) < len(seq.tokens) + count:
+            mask = guide.mask if guide is not None else None
+            token = oracle.model(((t, p) for p, t in enumerate(text)), seq.seed, mask)
+            if token in seq.stop_ids or self.dice.random() < 0.3:
+                token = self.dice.randrange(oracle.VOCAB)
+                guide = None
+            elif guide is not None:
+                guide.accept(token)
+            text.append(token)
+        return array("i", text[len(seq.tokens) :])
+
+    def finished(self, seq: Sequence) -> None:
+        pass
+
+
+def random_speculation(seed: int) -> SpeculativeConfig:
+    g = random.Random(f"speculation {seed}")
+    return SpeculativeConfig(
+        method=g.choice(["ngram", "suffix", "device"]),
+        num_tokens=g.randrange(1, 9),
+        adaptive=g.random() < 0.3,
+        ngram_min=1,
+        ngram_max=g.randrange(1, 4),
+    )
 
 
 def random_tiers(g: random.Random) -> tuple[int, FakeDisk | None]:
@@ -152,10 +190,12 @@ def trial(
     guided: bool = False,
     beams: bool = False,
     evict: bool = False,
+    drafts: bool = False,
 ) -> Trial:
     """One random workload; the policy and the batching mode are drawn too, unless they are given. `guided`: some of the
     requests follow guides, several of them the same. `beams`: some are beam searches. `evict`: caches are
-    bounded, and generation goes on beyond the context."""
+    bounded, and generation goes on beyond the context. `drafts`: decoding is speculative, with drafts of the host or the device,
+    about two thirds of which are right."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth
@@ -177,6 +217,8 @@ def trial(
         riders.choice([0, 0, 1, 8, 16]),
         riders.choice([1.0, 1.0, 0.5]),
     )
+    if drafts:
+        modes["speculative"] = random_speculation(seed)
     # of their own: what else a seed draws does not change with them
     dice = random.Random(f"tiers {seed}")
     host, disk = random_tiers(dice)
@@ -212,6 +254,8 @@ def trial(
     tiered = dict(host=host, disk=disk, seed=seed + 1, keep=keep)
     engine = make_engine(blocks, size, rows, budget, depth, caching, clock=clock, **tiered, **modes)  # type: ignore[arg-type]
     scheduler, runner = engine.scheduler, engine.runner
+    if scheduler.speculation is not None and scheduler.speculation.on_host and seed % 4:
+        scheduler.speculation.drafter = OracleDrafter(seed)
     assert isinstance(runner, FakeRunner)
     if dice.random() < 0.3:  # few, like the aborts
         runner.failing, runner.failures = 0.1, 2
@@ -354,6 +398,9 @@ def trial(
         count.dropped_blocks,
         count.paused,
     )
+    if scheduler.speculation is not None:
+        result.drafted = scheduler.speculation.counters.drafted
+        result.accepted = scheduler.speculation.counters.accepted
     tiers = count.tiers
     result.host_tokens, result.disk_tokens, result.misses = (
         tiers.host_tokens,

@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_origin, get_type
 import typer
 
 from octavo.cli.terminal import tokens
-from octavo.config import EMBEDDED
+from octavo.config import EMBEDDED, SpeculativeConfig
+from octavo.core.draft_methods import parse_speculative
 from octavo.engine_options import EngineOptions
-from octavo.errors import ChatTemplateError, OctavoError
+from octavo.errors import ChatTemplateError, InvalidRequest, OctavoError
 from octavo.option_declaration import Option, check_option, flag_of, option_declarations
 from octavo.params import SamplingParams
 
@@ -65,6 +66,13 @@ def sizes(text: str) -> list[int]:
     return [size(part) for part in text.split(",")]
 
 
+def speculative(text: str) -> SpeculativeConfig:
+    try:
+        return parse_speculative("--speculative", text)
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def read_template(path: str) -> str:
     """Read a chat template and compile it, so that its author and not a client sees an error."""
     from octavo.text.chat import ChatTemplate
@@ -83,6 +91,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "size or zero": size_or_none,
     "size or auto": size_or_auto,
     "chat template": read_template,
+    "speculative": speculative,
 }
 
 

@@ -65,8 +65,10 @@ def check_positions(seq: Sequence, block_size: int, depth: int) -> None:
     assert settled, f"{seq.id}: planned differs from computed with no step in flight"
     assert 0 <= seq.steps_in_flight <= depth, f"{seq.id}: {seq.steps_in_flight} steps in flight"
     assert seq.planned < seq.position_limit, f"{seq.id}: planned beyond its limit"
+    assert 0 <= seq.drafts_in_flight <= seq.planned - seq.computed, f"{seq.id}: drafts are lost"
     if seq.guide is not None or seq.beam is not None:
-        assert seq.planned <= len(seq.tokens), f"{seq.id}: planned beyond the tokens decided"
+        decided = seq.planned - seq.drafts_in_flight <= len(seq.tokens)
+        assert decided, f"{seq.id}: planned beyond the tokens decided"
 
 
 def check_blocks(seq: Sequence, pool: BlockPool, cache: CacheConfig) -> None:

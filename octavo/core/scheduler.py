@@ -17,6 +17,7 @@ This file is the loop: admit, plan, commit, preempt, finish. It relies on
     step_shape      budget, pauses and victims       forks       forks and beams of a request
     prefix          which prefix is cached           tables      exclusive blocks to write to
     policy          ranks and victims                invariants  what always holds
+    speculation     drafts that a step verifies
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from octavo.core.prefix import Match, PrefixCache
 from octavo.core.queues import Queues, by_rank, fill_slot
 from octavo.core.repetition import REPETITION_DETECTED, is_repeating
 from octavo.core.request_checks import new_sequence
+from octavo.core.speculation import Speculation, StepDrafts, allowed_drafts, useful_drafts
 from octavo.core.step_shape import StepShape, StepShaper, piggybacks
 from octavo.core.tables import blocks_to_admit, chunk_size, drop_block, reserve
 from octavo.core.tier_index import TierCounters
@@ -55,6 +57,7 @@ from octavo.events import (
     Finished,
     NotAdmitted,
     Preempted,
+    StepLanded,
 )
 from octavo.types import (
     DiskWait,
@@ -158,6 +161,10 @@ class Scheduler:
         self.queues = Queues(self.policy, schedule.max_num_seqs, piggybacks(schedule))
         self.groups = SequenceGroups(self.queues, self.pool)
         self.shaper = StepShaper(schedule, self.queues, self.prefix)
+        self.speculation: Speculation | None = None
+        if schedule.speculative is not None:
+            self.speculation = Speculation(schedule.speculative)
+            self.events.subscribe(self.speculation.learn, StepLanded)
         self.arrivals = 0
         # Waiting sequences lack slots, blocks or a batch, not just the next step.
         self.saturated = False
@@ -320,10 +327,12 @@ class Scheduler:
         return plan
 
     def _plan_decoding(self, fill: StepFill) -> None:
-        """Plan one token for every decoding sequence, in rank order.
+        """Plan one token for every decoding sequence, in rank order, and drafts behind it if there
+        are any.
 
         Most sequences own the block they write to, so there is nothing to decide. A guided sequence
-        or a beam waits until the host has decided its last token."""
+        or a beam waits until the host has decided its last token, and so does a sequence for which
+        the host drafts."""
         plan = fill.plan
         items = plan.items
         skip = fill.shape.skip_decode
@@ -332,6 +341,9 @@ class Scheduler:
         max_positions = self.max_kv_positions
         samples_heavy = self.cache.kv_eviction == "heavy"
         decoding = self.decoding
+        drafts = self._begin_drafts(fill)
+        waits_to_draft = drafts is not None and drafts.on_host
+        num_drafts = 0
         index = 0
         while index < len(decoding):
             seq = decoding[index]
@@ -340,7 +352,9 @@ class Scheduler:
             # The steps in flight may already reach the limit.
             if position + 1 >= seq.position_limit or seq.id in skip:
                 continue
-            if position >= len(seq.tokens) and (seq.guide is not None or seq.beam is not None):
+            if position >= len(seq.tokens) and (
+                seq.guide is not None or seq.beam is not None or waits_to_draft
+            ):
                 continue
             # A block leaves a full bounded KV only after all of its writes have landed.
             if position >= max_positions and seq.steps_in_flight:
@@ -350,17 +364,58 @@ class Scheduler:
                 if not self._reserve_or_preempt(seq, index, fill):
                     break
                 position = seq.planned
-            seq.planned = position + 1
-            seq.steps_in_flight += 1
             if seq.guide is not None:
-                plan.token_masks[len(items)] = seq.guide.mask
+                plan.token_masks[len(items)] = [seq.guide.mask]
+            if drafts is not None:
+                num_drafts = self._plan_drafts(seq, drafts, plan)
+            end = position + 1 + num_drafts
+            seq.planned = end
+            seq.steps_in_flight += 1
             wants_mass = samples_heavy and samples_attention(seq, position, self.cache)
             # By position, because keywords would double the cost of the loop's only allocation:
-            # seq_id, epoch, slot, start, num_tokens, sample, max_kv_len, prompt_logprobs, mass
+            # seq_id, epoch, slot, start, num_tokens, sample, max_kv_len, prompt_logprobs, mass,
+            # num_drafts
             items.append(
-                Item(seq.id, seq.epoch, seq.slot, None, 1, True, position + 1, None, wants_mass)
+                Item(
+                    *(seq.id, seq.epoch, seq.slot, None, 1 + num_drafts, True, end, None),
+                    *(wants_mass, num_drafts),
+                )
             )
         fill.tokens_left -= len(items)
+
+    def _begin_drafts(self, fill: StepFill) -> StepDrafts | None:
+        """Return what chooses the drafts of this step, or None if it verifies none. A step that may
+        compute prompts verifies none: prompts use the arithmetic that drafts would."""
+        if self.speculation is None or not self.decoding:
+            return None
+        if self.prefilling or (self.waiting and self.queues.free_slots):
+            return None
+        return self.speculation.begin_step(len(self.decoding), self.shaper.token_cap.limit)
+
+    def _plan_drafts(self, seq: Sequence, drafts: StepDrafts, plan: Plan) -> int:
+        """Choose drafts to be verified behind the next token of a sequence, and reserve the blocks
+        that their positions need. Drafts preempt nobody. Returns how many."""
+        item = len(plan.items)
+        room = seq.position_limit - seq.planned - 2  # each draft may be followed by a token
+        if seq.beam is not None or room < 1:
+            return 0
+        proposal, count = drafts.propose(seq, room)
+        masks: list[bytes] = []
+        if proposal is not None:
+            proposal = useful_drafts(seq, proposal)
+            if seq.guide is not None and proposal:
+                proposal, masks = allowed_drafts(seq.guide, proposal)
+            count = len(proposal)
+        if count and not reserve(self.pool, seq, 1 + count, plan):
+            count = 0
+        if count and proposal is not None:
+            plan.drafts[item] = proposal
+        if count and masks:
+            plan.token_masks[item] = masks
+        drafts.verify(count)
+        plan.num_drafts += count
+        seq.drafts_in_flight += count
+        return count
 
     def _reserve_or_preempt(self, seq: Sequence, next_index: int, fill: StepFill) -> bool:
         """Reserve a block for a decoding sequence, preempting others for it. False: the sequence was
@@ -453,7 +508,7 @@ class Scheduler:
         seq.steps_in_flight += 1
         is_last = seq.planned == len(seq.tokens)
         if is_last and seq.guide is not None:
-            plan.token_masks[len(plan.items)] = seq.guide.mask
+            plan.token_masks[len(plan.items)] = [seq.guide.mask]
         plan.items.append(
             Item(
                 seq_id=seq.id,
@@ -578,22 +633,37 @@ class Scheduler:
             num_tokens = item.num_tokens
             seq.steps_in_flight -= 1
             seq.retried_after_oom = False
-            seq.computed += num_tokens
+            seq.computed += num_tokens - item.num_drafts
             computed_tokens += num_tokens
             if item.prompt_logprobs is not None and result.prompt_logprobs is not None:
                 store_prompt_logprobs(seq, item, result.prompt_logprobs[index])
             if item.wants_attention_mass:
                 add_attention_sample(seq, result.attention_mass[index])
-            if tokens and tokens[0] < 0:
+            if tokens and tokens[-1] < 0:
                 outputs += self._fail_not_a_number(seq)
                 continue
             if caching and seq.computed >= (seq.published_blocks + 1) * block_size:
                 self.prefix.publish(seq)
+            if item.num_drafts:
+                self._commit_drafts(seq, item.num_drafts, len(tokens) - 1)
             if tokens:
                 logprobs = None if all_logprobs is None else all_logprobs[index]
                 self._commit_tokens(seq, tokens, logprobs, outputs)
         self.counters.computed_tokens += computed_tokens
         return outputs
+
+    def _commit_drafts(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Advance a sequence over the drafts that were right, and give back the blocks of the others.
+        The blocks that the right ones fill are published with the next step: their tokens are not
+        in `seq.tokens` yet."""
+        assert self.speculation is not None
+        self.speculation.observe(seq, num_drafts, num_accepted)
+        seq.computed += num_accepted
+        seq.planned -= num_drafts - num_accepted
+        seq.drafts_in_flight -= num_drafts
+        num_blocks = -(-seq.planned // self.pool.block_size)
+        while len(seq.block_table) > num_blocks:
+            self.pool.release(seq.block_table.pop())
 
     def _commit_tokens(
         self,
@@ -609,22 +679,29 @@ class Scheduler:
             outputs += self.groups.report_beam(seq, logprobs[0], self.eos_ids, self._finish)
             return
         reason: str | None = None
+        repeating = False
+        num_kept = 0
         for token in tokens:
+            num_kept += 1
             seq.tokens.append(token)
             if token in seq.stop_ids and may_stop(seq):
                 reason = "stop"
             elif len(seq.tokens) >= seq.position_limit:
                 reason = "length"
-        repeating = False
-        if seq.repetition is not None and reason is None and is_repeating(seq):
-            repeating = True
-            reason = "length"
-        if seq.guide is not None:
-            try:
-                advance_guide(seq.guide, tokens[-1], ended=reason is not None)
-            except GuideError as error:
-                outputs += self.abort(seq.request.id, "error", str(error), error.code)
-                return
+            elif seq.repetition is not None and is_repeating(seq):
+                repeating = True
+                reason = "length"
+            if seq.guide is not None:
+                try:
+                    advance_guide(seq.guide, token, ended=reason is not None)
+                except GuideError as error:
+                    outputs += self.abort(seq.request.id, "error", str(error), error.code)
+                    return
+            if reason is not None:
+                break
+        if num_kept < len(tokens):  # the sequence ends with a draft that was right
+            tokens = tokens[:num_kept]
+            logprobs = logprobs and logprobs[:num_kept]
         self.counters.generated_tokens += len(tokens)
         output = Output(seq.request.id, seq.index, tokens, logprobs or None, reason)
         outputs.append(output)
@@ -656,6 +733,7 @@ class Scheduler:
         self.queues.remove(seq)
         seq.block_table = []
         seq.steps_in_flight = 0
+        seq.drafts_in_flight = 0
         seq.computed = 0
         seq.planned = 0
 
@@ -684,6 +762,8 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.epoch += 1
         self.groups.remove(seq)
+        if self.speculation is not None and self.speculation.drafter is not None:
+            self.speculation.drafter.finished(seq)
         if error is not None:
             if Failed in self.events.listeners:
                 self.events.emit(Failed(seq, error))

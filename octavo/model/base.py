@@ -7,11 +7,12 @@ or devices: `ops` does the arithmetic.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from itertools import takewhile
-from typing import Any
+from itertools import islice, takewhile
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -181,6 +182,14 @@ class CausalLM(nn.Module):
             f"{self.config.architecture} cannot return the hidden states between its layers, which "
             "this draft head needs. Use a draft head that reads the final hidden state only"
         )
+
+    def first_layers(self, count: int) -> CausalLM:
+        """Return a model of the first layers, whose weights and KV cache are those of this model. It
+        is called after finish_loading()."""
+        shorter = copy.copy(self)
+        shorter._modules = dict(self._modules)
+        shorter.layers = nn.ModuleList(islice(cast("nn.ModuleList", self.layers), count))
+        return shorter
 
     def angles(self, layer: int) -> Tensor | None:
         """Return the rope table that this layer's cached keys are rotated by.

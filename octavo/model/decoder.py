@@ -265,12 +265,24 @@ class Decoder(CausalLM):
 
     def finish_loading(self) -> None:
         pack_weights(self)
+        self.fused = self._fuse()
+        # A float16 cache halves the bytes to read; see docs/decisions/0006.
+        if self.fused is not None and self.dtype == torch.float32:
+            self.kv_dtype = torch.float16
+
+    def first_layers(self, count: int) -> Decoder:
+        shorter = cast("Decoder", super().first_layers(count))
+        shorter.fused = shorter._fuse()
+        return shorter
+
+    def _fuse(self) -> Fused | None:
+        """Return a function that computes all layers in one call, if the backend can."""
         config = self.config
         layers = [
             layer.spec(self.table(layer_index))
             for layer_index, layer in enumerate(cast("Iterable[TransformerLayer]", self.layers))
         ]
-        self.fused = self.ops.fuse(
+        return self.ops.fuse(
             DecoderSpec(
                 layers=layers,
                 norm=self.norm,
@@ -284,9 +296,6 @@ class Decoder(CausalLM):
                 head=(self.head or self.embed).weight,
             )
         )
-        # A float16 cache halves the bytes to read; see docs/decisions/0006.
-        if self.fused is not None and self.dtype == torch.float32:
-            self.kv_dtype = torch.float16
 
     def table(self, layer: int) -> Tensor:
         """Return the cosines and sines that this layer rotates by."""

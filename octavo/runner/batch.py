@@ -87,6 +87,31 @@ def gather(
     )
 
 
+def item_of_token(layout: Tensor, num_items: int) -> Tensor:
+    """Return the item of each token [T] (int64) from the array above."""
+    num_tokens = (len(layout) - 3 * num_items - 1) // 2
+    first = 3 * num_items + 1
+    return layout[first : first + num_tokens].long()
+
+
+def draft_indices(items: list[Item]) -> NDArray[np.int32]:
+    """Return for each item the tokens that drafts follow: indices into the packed batch [S, K], -1
+    behind the last."""
+    num_drafts = np.array([item.num_drafts for item in items])
+    num_tokens = np.array([item.num_tokens for item in items])
+    starts = np.cumsum(num_tokens) - num_tokens
+    places = np.arange(num_drafts.max())
+    indices = np.where(places < num_drafts[:, None], starts[:, None] + places, -1)
+    return indices.astype(np.int32)
+
+
+def count_accepted(is_right: Tensor, draft_indices: Tensor) -> Tensor:
+    """Return how many leading drafts of each item are right [S] (int32). is_right [T] says whether the
+    token sampled after a token equals the draft there; draft_indices [S, K] are those above."""
+    right = is_right[draft_indices.clamp(min=0)] & (draft_indices >= 0)
+    return right.int().cumprod(1).sum(1).int()
+
+
 def last_tokens(batch: ForwardBatch, items: Tensor, spans: list[Span]) -> ForwardBatch:
     """Return the last token of each of these items as a batch that decodes. A step's last layer
     computes K and V for all tokens, and everything else only for these."""

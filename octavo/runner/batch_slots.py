@@ -1,8 +1,8 @@
 """Device-resident state of running sequences: each holds one batch slot with its tokens, positions,
 block table and sampling parameters.
 
-Only plans change a slot (new_slots and block_appends), and the step itself, which writes the token
-it sampled. A step can therefore be launched before the host knows the results of the one before it:
+Only plans change a slot (new_slots, block_appends and drafts), and the step itself, which writes the
+tokens it sampled. A step can therefore be launched before the host knows the results of the one before it:
 its inputs are gathered from here, on the device.
 """
 
@@ -149,23 +149,28 @@ class BatchSlots:
                 start + self._tokens_at,
             )
             runs += (array("i", int_values(new)), array("f", float_values(new)), table, new.tokens)
-        append_indices = array("q")
-        append_blocks = array("i")
+        single_indices = array("q")
+        single_values = array("i")
         for slot, logical_block, block in plan.block_appends:
             if slot in tables and logical_block < len(tables[slot]):
                 # The slot is new in this plan: an index must not be written twice.
                 tables[slot][logical_block] = block
             else:
-                append_indices.append(slot * self.columns + self._table_at + logical_block)
-                append_blocks.append(block)
+                single_indices.append(slot * self.columns + self._table_at + logical_block)
+                single_values.append(block)
+        for index, drafts in plan.drafts.items():
+            item = plan.items[index]
+            first = item.slot * self.columns + self._tokens_at + item.max_kv_len - len(drafts)
+            single_indices.extend(range(first, first + len(drafts)))
+            single_values.extend(drafts)
         if not runs:
-            return upload.longs(append_indices), upload.ints(append_blocks)
+            return upload.longs(single_indices), upload.ints(single_values)
         lengths = np.array([len(run) for run in runs])
         values_before = np.cumsum(lengths) - lengths
         indices = np.repeat(np.array(run_starts) - values_before, lengths)
         indices += np.arange(lengths.sum())
-        values = np.frombuffer(b"".join([*runs, append_blocks]), np.int32)
-        return upload.longs(np.concatenate([indices, append_indices])), upload.ints(values)
+        values = np.frombuffer(b"".join([*runs, single_values]), np.int32)
+        return upload.longs(np.concatenate([indices, single_indices])), upload.ints(values)
 
     def apply(self, staged: tuple[slice, slice], sent: Tensor) -> None:
         """Make the staged changes on the device."""

@@ -7,9 +7,9 @@ between runs. `launch` never waits for the device; `wait()` of the handle does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,9 +18,19 @@ from torch import Tensor
 from octavo.errors import DeviceOutOfMemory
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
-from octavo.runner.batch import ForwardResult, gather, last_tokens, lay_out, watch
+from octavo.runner.batch import (
+    ForwardResult,
+    count_accepted,
+    draft_indices,
+    gather,
+    item_of_token,
+    last_tokens,
+    lay_out,
+    watch,
+)
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.canary import Canary
+from octavo.runner.drafter import EarlyExit
 from octavo.runner.kvstore import KVStore
 from octavo.runner.sampler import (
     RequestedLogprobs,
@@ -54,7 +64,7 @@ class PromptLogprobs(NamedTuple):
 class SampledLogprobs(NamedTuple):
     """Logprobs of sampled tokens, on their way to the host."""
 
-    items: list[int]
+    places: list[tuple[int, int]]  # item, and index among the tokens that are sampled for it
     requested: RequestedLogprobs
     results: Download
 
@@ -64,8 +74,10 @@ class StepHandle:
     """A launched step. Results are converted for the host when it waits for them."""
 
     items: list[Item] = field(default_factory=list)
-    # One token per item, or one per sampled item. None: no item is sampled.
+    # One token per item, one per sampled item, or, if there are drafts, one per token computed. None:
+    # no item is sampled.
     tokens: Download | None = None
+    accepted: Download | None = None  # how many drafts of each item were right; None: no drafts
     logprobs: SampledLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     attention_mass: Download | None = None  # of the items that want it, in order
@@ -73,14 +85,21 @@ class StepHandle:
 
     def wait(self) -> StepResult:
         values = self.tokens.wait()[0].tolist() if self.tokens is not None else []
-        if len(values) < len(self.items):  # there are tokens of sampled items only
-            sampled = iter(values)
-            values = [next(sampled) if item.sample else 0 for item in self.items]
-        tokens = [
-            [value] if item.sample else [] for item, value in zip(self.items, values, strict=True)
-        ]
+        if self.accepted is not None:
+            remaining = iter(values)
+            tokens = [list(islice(remaining, item.num_tokens)) for item in self.items]
+        else:
+            if len(values) < len(self.items):  # there are tokens of sampled items only
+                sampled = iter(values)
+                values = [next(sampled) if item.sample else 0 for item in self.items]
+            tokens = [
+                [value] if item.sample else []
+                for item, value in zip(self.items, values, strict=True)
+            ]
         result = StepResult(tokens)
         self._add_logprobs(result)
+        if self.accepted is not None:
+            keep_accepted(result, self.accepted.wait()[0].tolist())
         if self.attention_mass is not None:
             (mass,) = self.attention_mass.wait()
             wanting = (index for index, item in enumerate(self.items) if item.wants_attention_mass)
@@ -91,12 +110,12 @@ class StepHandle:
 
     def _add_logprobs(self, result: StepResult) -> None:
         if self.logprobs is not None:
-            items, requested, results = self.logprobs
+            places, requested, results = self.logprobs
             result.logprobs = [[] for _ in self.items]
-            chosen = [result.tokens[item][0] for item in items]
+            chosen = [result.tokens[item][offset] for item, offset in places]
             records = requested.records(chosen, results.wait())
-            for item, record in zip(items, records, strict=True):
-                result.logprobs[item] = [record]
+            for (item, _), record in zip(places, records, strict=True):
+                result.logprobs[item].append(record)
         if self.prompt_logprobs:
             by_item: dict[int, list[TokenLogprobs]] = {}
             for item, num_top, results in self.prompt_logprobs:
@@ -104,6 +123,14 @@ class StepHandle:
                 records = as_records(tokens.tolist(), parts, [slice(num_top)] * len(tokens))
                 by_item.setdefault(item, []).extend(records)
             result.prompt_logprobs = by_item
+
+
+def keep_accepted(result: StepResult, accepted: list[int]) -> None:
+    """Drop the tokens behind the first wrong draft of each item."""
+    for index, count in enumerate(accepted):
+        del result.tokens[index][count + 1 :]
+        if result.logprobs is not None:
+            del result.logprobs[index][count + 1 :]
 
 
 class StagedStep(NamedTuple):
@@ -119,6 +146,8 @@ class StagedStep(NamedTuple):
     layout: slice
     sampled_indices: slice
     watched_indices: slice
+    draft_indices: slice  # batch.draft_indices(), if there are drafts
+    draft_slots: list[slice]  # for each pass of the drafter: the slots that it drafts for
 
 
 class Runner:
@@ -130,10 +159,10 @@ class Runner:
         use_graphs: bool = False,
         tiers: TierStore | None = None,
         canary: Canary | None = None,
-        is_bounded: bool = False,
+        exit_layer: int = 0,
     ):
         """`canary` checks all KV that is read, for debugging; it needs a runner without graphs and
-        tiers. `is_bounded`: sequences may drop blocks (octavo/core/bounded_kv.py)."""
+        tiers. `exit_layer`: how many layers draft; 0: drafts come with the plan."""
         self.model = model
         self.kv = kv
         self.device = kv.tensor.device
@@ -143,9 +172,12 @@ class Runner:
             max_len=limits.max_len,
             block_size=kv.block_size,
             device=self.device,
-            is_bounded=is_bounded,
+            is_bounded=limits.is_bounded,
         )
         self.canary = canary
+        self.drafter: EarlyExit | None = None
+        if exit_layer:
+            self.drafter = EarlyExit(model.first_layers(exit_layer), kv.view, kv.block_size)
         self.graphs: StepGraphs | None = None
         if use_graphs:
             from octavo.runner.graphs import StepGraphs
@@ -220,13 +252,15 @@ class Runner:
             if not staged.sampled:
                 return StepHandle(plan.items)
             return self._sample(plan, staged.sampled, forward, [])
+        if plan.num_drafts:
+            return self._verify(plan, staged, sent)
         return self._run_eagerly(plan, staged, sent)
 
     def _stage(self, plan: Plan, watched: list[int], upload: Upload) -> StagedStep:
         """Collect what the host must tell the device."""
         items = plan.items
         shape = None
-        if self.graphs is not None and items and not watched:
+        if self.graphs is not None and items and not watched and not plan.num_drafts:
             shape = self.graphs.find_mixed_shape(items)
         sampled = [index for index, item in enumerate(items) if item.sample]
         copy_sources = upload.ints([source for source, _ in plan.copies])
@@ -237,6 +271,7 @@ class Runner:
             layout = upload.ints(self.graphs.lay_out(items, shape))
         else:
             layout = upload.ints(lay_out(items))
+        drafting = slots_to_draft(plan) if plan.num_drafts else []
         return StagedStep(
             shape=shape,
             sampled=sampled,
@@ -248,10 +283,13 @@ class Runner:
             layout=layout,
             sampled_indices=upload.ints(sampled if shape is None else []),
             watched_indices=upload.ints(watched),
+            draft_indices=upload.ints(draft_indices(items) if plan.num_drafts else []),
+            draft_slots=[upload.ints(slots) for slots in drafting],
         )
 
     def _apply(self, plan: Plan, staged: StagedStep, sent: Tensor, timer: StepTimer | None) -> None:
-        """Update blocks and slots before the forward pass, in the order of the plan's fields."""
+        """Update blocks and slots before the forward pass, in the order of the plan's fields, and draft
+        if the device does."""
         if plan.copies:
             sources = sent[staged.copy_sources].long()
             targets = sent[staged.copy_targets].long()
@@ -264,6 +302,11 @@ class Runner:
         if timer is not None:
             timer.mark()
         self.batch_slots.apply(staged.slot_changes, sent)
+        if staged.draft_slots:
+            assert self.drafter is not None
+            max_len = max(item.max_kv_len for item in plan.items)
+            slots = [sent[part] for part in staged.draft_slots]
+            self.drafter.draft(slots, self.batch_slots, max_len)
         if self.canary is not None:
             self.canary.check_step(plan, self.batch_slots)
 
@@ -323,6 +366,32 @@ class Runner:
             handle.attention_mass = Download(batch.watched.mass / self.model.config.num_layers)
         return handle
 
+    def _verify(self, plan: Plan, staged: StagedStep, sent: Tensor) -> StepHandle:
+        """Run a step that only decodes and has drafts: sample after every token, and advance each slot
+        over the drafts that the sampled tokens confirm."""
+        items = plan.items
+        state = self.batch_slots
+        spans: list[Span] = []
+        sampled: list[int] = []  # the item of each token
+        for index, item in enumerate(items):
+            spans.append(Span(len(sampled), item.num_tokens, item.max_kv_len))
+            sampled += [index] * item.num_tokens
+        layout = sent[staged.layout]
+        batch = gather(layout, len(items), state, self.kv.block_size, spans)
+        slots = batch.slots[item_of_token(layout, len(items))]
+        lengths = (batch.positions + 1).int()
+        # The token in a slot behind the known ones is the draft, until a token is sampled there.
+        drafts = state.tokens[slots.long(), lengths.long()]
+        _, logits = self.model.forward_with_logits(batch, self.kv.view)
+        handle = self._sample(plan, sampled, ForwardResult(slots, logits, lengths), [])
+        sampled_tokens = state.tokens[slots.long(), lengths.long()]
+        rows = sent[staged.draft_indices].view(len(items), -1).long()
+        accepted = count_accepted(sampled_tokens == drafts, rows)
+        first_lengths = lengths[batch.query_start[:-1].long()]
+        state.computed[batch.slots.long()] = first_lengths + accepted
+        handle.accepted = Download(accepted)
+        return handle
+
     def _sample(
         self,
         plan: Plan,
@@ -330,8 +399,8 @@ class Runner:
         forward: ForwardResult,
         prompt_logprobs: list[PromptLogprobs],
     ) -> StepHandle:
-        """Choose a token for each sampled item. `forward` holds the sampled items or, from a graph,
-        all items."""
+        """Choose a token for each sampled item, which is listed several times if it has drafts.
+        `forward` holds the sampled items or, from a graph, all items."""
         state = self.batch_slots
         slots = [plan.items[index].slot for index in sampled]
         if plan.token_masks or not state.special_slots.isdisjoint(slots):
@@ -358,14 +427,15 @@ class Runner:
         state = self.batch_slots
         slots = [items[index].slot for index in sampled]
         upload = Upload()
+        places = list(number_repeats(sampled))
         job = SampleJob.stage(
             slots=slots,
             max_len=max(items[index].max_kv_len for index in sampled),
             state=state,
             upload=upload,
             masks={
-                position: plan.token_masks[index]
-                for position, index in enumerate(sampled)
+                row: plan.token_masks[index][offset]
+                for row, (index, offset) in enumerate(places)
                 if index in plan.token_masks
             },
         )
@@ -390,8 +460,8 @@ class Runner:
             if any(requested.named):
                 named = sent[named_tokens].long().view(len(requested.items), -1)
             parts = logprobs_of(raw_logits, tokens[wanting], requested.max_count, named)
-            wanting_items = [sampled[position] for position in requested.items]
-            handle.logprobs = SampledLogprobs(wanting_items, requested, Download(*parts))
+            wanting_places = [places[row] for row in requested.items]
+            handle.logprobs = SampledLogprobs(wanting_places, requested, Download(*parts))
         return handle
 
     def _prompt_logprobs(
@@ -410,3 +480,23 @@ class Runner:
                 logprobs = logprobs_of(self.model.logits(hidden[part]), tokens, num_top)
                 computed.append(PromptLogprobs(index, num_top, Download(*logprobs, tokens)))
         return computed
+
+
+def slots_to_draft(plan: Plan) -> list[list[int]]:
+    """Return for each pass of the device's drafter the slots that need one more draft."""
+    drafting = [
+        item
+        for index, item in enumerate(plan.items)
+        if item.num_drafts and index not in plan.drafts
+    ]
+    num_passes = max((item.num_drafts for item in drafting), default=0)
+    return [
+        [item.slot for item in drafting if item.num_drafts > index] for index in range(num_passes)
+    ]
+
+
+def number_repeats(items: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield each item with the number of times it occurred directly before."""
+    for item, repeats in groupby(items):
+        for offset, _ in enumerate(repeats):
+            yield item, offset

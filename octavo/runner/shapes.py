@@ -18,6 +18,7 @@ class RunnerLimits(NamedTuple):
     max_slots: int  # sequences that run at once
     max_len: int  # tokens of a sequence
     max_tokens: int  # tokens of a step
+    is_bounded: bool = False  # sequences may drop blocks (octavo/core/bounded_kv.py)
 
 
 class GraphShape(NamedTuple):

@@ -21,6 +21,7 @@ from octavo.cli.options import (
     size_or_auto,
     sizes,
 )
+from octavo.config import SpeculativeConfig
 from octavo.engine_options import EngineOptions
 from octavo.errors import ModelError
 from octavo.option_declaration import flag_of, option_declarations
@@ -129,6 +130,7 @@ OTHER_VALUES: dict[str, tuple[str | None, object]] = {
     "target_ms": ("30", 30.0),
     "short_prompt_share": ("0.5", 0.5),
     "piggyback_tokens": ("0", 0),
+    "speculative_config": ("ngram,k=3", SpeculativeConfig("ngram", 3)),
     "record_trace": ("trace.jsonl", "trace.jsonl"),
     "parse_special": (None, False),
 }

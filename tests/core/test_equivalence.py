@@ -63,6 +63,25 @@ def test_workloads_with_beams_equal_the_oracle(part: int) -> None:
     assert {t.settings["depth"] for t in total if t.beams} == {1, 2, 3}
 
 
+@pytest.mark.parametrize("part", range(PARTS))
+def test_speculative_workloads_equal_the_oracle(part: int) -> None:
+    total = [
+        trial(seed, guided=seed % 3 == 0, beams=seed % 5 == 0, drafts=True)
+        for seed in range(part, 1008, PARTS)
+    ]
+    assert sum(t.accepted for t in total) > 500, "the workloads no longer accept drafts"
+    assert sum(t.drafted - t.accepted for t in total) > 500, "the workloads no longer reject drafts"
+    assert sum(t.preemptions for t in total) > 50, "the workloads no longer exercise preemption"
+    assert {t.settings["depth"] for t in total if t.accepted} == {1, 2, 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_many_more_speculative_workloads_equal_the_oracle(part: int) -> None:
+    for seed in range(30_000 + part * 500, 30_000 + (part + 1) * 500):
+        trial(seed, guided=seed % 3 == 0, beams=seed % 5 == 0, drafts=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_many_more_random_workloads_equal_the_oracle(part: int) -> None:

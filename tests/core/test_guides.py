@@ -79,12 +79,14 @@ def test_a_guided_sequence_sits_out_while_its_token_is_in_flight(depth: int) -> 
     scheduler = engine.scheduler
     first, second = scheduler.plan(), scheduler.plan()
     assert [len(p.items) for p in (first, second)] == [2, 1], "the other one goes on"
-    assert first.token_masks == {1: ToyGuide(1).mask} and second.token_masks == {}
+    assert first.token_masks == {1: [ToyGuide(1).mask]} and second.token_masks == {}
     (seq,) = scheduler.requests["led"]
     scheduler.commit(first, engine.runner.launch(first).wait())
     third = scheduler.plan()
     assert (
-        len(third.items) == 2 and seq.guide is not None and third.token_masks == {1: seq.guide.mask}
+        len(third.items) == 2
+        and seq.guide is not None
+        and third.token_masks == {1: [seq.guide.mask]}
     )
 
 

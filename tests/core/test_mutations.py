@@ -24,6 +24,7 @@ from octavo.core import (
     queues,
     request_checks,
     scheduler,
+    speculation,
     step_budget,
     step_shape,
     tables,
@@ -73,15 +74,15 @@ BUGS = {
     "an aborted request keeps waiting": ("scheduler", "            self.waiting.remove(seq)\n", "            pass\n"),
     "prompt logprobs are taken from the cache": ("prefix", "return self.enabled and not seq.owes_prompt_logprobs", "return self.enabled"),
     "sequences wait for a preempted one": ("prefix", "                del self.computing[content_hash]\n", "                pass\n"),
-    "a guided sequence is planned before its token is known": ("scheduler", "(seq.guide is not None or seq.beam is not None)", "seq.beam is not None"),
+    "a guided sequence is planned before its token is known": ("scheduler", "seq.guide is not None or seq.beam is not None or waits_to_draft", "seq.beam is not None or waits_to_draft"),
     "a guide does not advance": ("scheduler", "        guide.accept(token)\n", "        pass\n"),
-    "a guide advances when a step is planned": ("scheduler", "plan.token_masks[len(items)] = seq.guide.mask", "plan.token_masks[len(items)] = seq.guide.mask; seq.guide.accept(seq.tokens[-1])"),
+    "a guide advances when a step is planned": ("scheduler", "plan.token_masks[len(items)] = [seq.guide.mask]", "plan.token_masks[len(items)] = [seq.guide.mask]; seq.guide.accept(seq.tokens[-1])"),
     "completions share a guide": ("forks", "else seq.guide.copy()", "else seq.guide"),
     "requests share a guide": ("request_checks", "else request.guide.copy()", "else request.guide"),
     "the first token is not guided": ("scheduler", "if is_last and seq.guide is not None:", "if False:"),
     "masks go to the wrong item": ("scheduler", "plan.token_masks[len(items)] =", "plan.token_masks[max(len(items) - 1, 0)] ="),
     "ignore_eos applies to a guided sequence": ("request_checks", "params.ignore_eos and request.guide is None", "params.ignore_eos"),
-    "a beam is planned before its token is known": ("scheduler", "(seq.guide is not None or seq.beam is not None)", "seq.guide is not None"),
+    "a beam is planned before its token is known": ("scheduler", "seq.guide is not None or seq.beam is not None or waits_to_draft", "seq.guide is not None or waits_to_draft"),
     "the device is not told which token a beam chose": ("forks", "elif not step.on_device:", "elif False:"),
     "a fork's slot is not filled": ("forks", "        self.stale_slots[child.id] = child\n", ""),
     "a preempted fork gets a slot": ("forks", "        for seq in self.stale_slots.values():\n            if seq.status is Status.RUNNING:", "        for seq in self.stale_slots.values():\n            if True:"),
@@ -150,6 +151,26 @@ BOUNDED_KV_BUGS = {
     "sinks are dropped": ("bounded_kv", "        return sinks\n", "        return 0\n"),
 }  # fmt: skip
 
+# Noticed by workloads with speculative decoding.
+SPECULATION_BUGS = {
+    "rejected drafts count as computed": ("scheduler", "        seq.computed += num_accepted\n", "        seq.computed += num_drafts\n"),
+    "accepted drafts do not count as computed": ("scheduler", "        seq.computed += num_accepted\n", ""),
+    "positions of rejected drafts stay planned": ("scheduler", "        seq.planned -= num_drafts - num_accepted\n", ""),
+    "drafts stay in flight": ("scheduler", "        seq.drafts_in_flight -= num_drafts\n", ""),
+    "a preempted sequence keeps its drafts in flight": ("scheduler", "        seq.drafts_in_flight = 0\n", ""),
+    "blocks of steps in flight are given back": ("scheduler", "num_blocks = -(-seq.planned // self.pool.block_size)", "num_blocks = -(-seq.computed // self.pool.block_size)"),
+    "blocks of rejected drafts leave the table and stay in use": ("scheduler", "            self.pool.release(seq.block_table.pop())\n", "            seq.block_table.pop()\n"),
+    "drafts have no blocks": ("scheduler", "if count and not reserve(self.pool, seq, 1 + count, plan):", "if False:"),
+    "one block too few is reserved": ("scheduler", "if count and not reserve(self.pool, seq, 1 + count, plan):", "if count and not reserve(self.pool, seq, count, plan):"),
+    "drafts may exceed the limit of the sequence": ("scheduler", "room = seq.position_limit - seq.planned - 2", "room = seq.position_limit - seq.planned"),
+    "drafts are verified before the host knows the text": ("scheduler", "or seq.beam is not None or waits_to_draft", "or seq.beam is not None"),
+    "all sampled positions have the first mask": ("speculation", "        masks.append(follower.mask)\n", "        masks.append(masks[0])\n"),
+    "a draft that the guide forbids is verified": ("speculation", "        if not mask[token >> 3] >> (token & 7) & 1:\n            return drafts[:count], masks\n", ""),
+    "the guide itself follows the drafts": ("speculation", "    follower = guide.copy()\n", "    follower = guide\n"),
+    "tokens behind a stop token are kept": ("scheduler", "            if reason is not None:\n                break\n        if num_kept", "        if num_kept"),
+    "a guide skips accepted drafts": ("scheduler", "                    advance_guide(seq.guide, token, ended=reason is not None)", "                    token is tokens[-1] and advance_guide(seq.guide, token, ended=reason is not None)"),
+}  # fmt: skip
+
 CORE = [
     batching,
     blocks,
@@ -160,6 +181,7 @@ CORE = [
     prefix,
     queues,
     scheduler,
+    speculation,
     step_budget,
     step_shape,
     tables,
@@ -198,12 +220,14 @@ def planted(where: str, old: str, new: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", [*BUGS, *BOUNDED_KV_BUGS])
+@pytest.mark.parametrize("name", [*BUGS, *BOUNDED_KV_BUGS, *SPECULATION_BUGS])
 def test_a_planted_bug_is_noticed(name: str) -> None:
-    with planted(*(BUGS | BOUNDED_KV_BUGS)[name]):
+    with planted(*(BUGS | BOUNDED_KV_BUGS | SPECULATION_BUGS)[name]):
         for seed in range(600):
             try:
-                if name in BOUNDED_KV_BUGS:
+                if name in SPECULATION_BUGS:
+                    workloads.trial(seed, guided=seed % 2 == 0, drafts=True)
+                elif name in BOUNDED_KV_BUGS:
                     workloads.trial(seed // 2, guided=seed % 2 == 1, evict=True)
                 else:
                     workloads.trial(seed // 3, guided=seed % 3 == 1, beams=seed % 3 == 2)

@@ -1,0 +1,124 @@
+"""The option --speculative: METHOD[,NAME=VALUE...], or vLLM's speculative_config as a dictionary.
+
+    ngram            looks the last tokens up in the same text (min, max: how many tokens)
+    suffix           looks there and in earlier replies to the same tenant (min, max)
+    early_exit       the model's own first layers guess (layer: how many)
+
+Every method takes k, the most tokens that one step verifies for a sequence, and adaptive=no, which
+verifies that many always instead of as many as measurements show to pay.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from octavo.config import SpeculativeConfig
+from octavo.errors import InvalidRequest
+from octavo.params import check_whole
+
+MAX_DRAFTS = 16
+# The names that each method takes besides k and adaptive, and the fields they set.
+METHODS: dict[str, dict[str, str]] = {
+    "ngram": {"min": "ngram_min", "max": "ngram_max"},
+    "suffix": {"min": "ngram_min", "max": "ngram_max"},
+    "early_exit": {"layer": "exit_layer"},
+}
+# Names in vLLM's dictionary, and ours.
+VLLM_NAMES = {
+    "num_speculative_tokens": "k",
+    "prompt_lookup_min": "min",
+    "prompt_lookup_max": "max",
+}
+SWITCH = {"yes": True, "no": False, "true": True, "false": False}
+
+
+def parse_speculative(name: str, value: Any) -> SpeculativeConfig:
+    """Return the config of an option's value: text, JSON, a dictionary or a SpeculativeConfig.
+    Raises InvalidRequest."""
+    if isinstance(value, SpeculativeConfig):
+        return value
+    if isinstance(value, str):
+        value = from_json(name, value) if value.lstrip().startswith("{") else from_text(name, value)
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(
+            f"{name} is METHOD[,k=N...] or a dictionary with a method, not {value!r:.100}", name
+        )
+    settings = {VLLM_NAMES.get(str(key), str(key)): value[key] for key in value}
+    method = settings.pop("method", None)
+    if method not in METHODS:
+        raise InvalidRequest(
+            f"{name} has no method {method!r}: the methods are {', '.join(METHODS)}", name
+        )
+    fields = {"k": "num_tokens", "adaptive": "adaptive", **METHODS[method]}
+    unknown = sorted(key for key in settings if key not in fields)
+    if unknown:
+        raise InvalidRequest(
+            f"{name}: the method {method} has no setting {unknown[0]!r}. Its settings are "
+            f"{', '.join(fields)}",
+            name,
+        )
+    checked = {fields[key]: check(name, key, setting) for key, setting in settings.items()}
+    return with_defaults(name, method, checked)
+
+
+def with_defaults(name: str, method: str, checked: dict[str, Any]) -> SpeculativeConfig:
+    """Fill in settings that depend on others."""
+    if method == "early_exit" and "exit_layer" not in checked:
+        raise InvalidRequest(
+            f"{name}: early_exit needs the number of layers that guess, as in early_exit,layer=8",
+            name,
+        )
+    if "ngram_max" in checked and "ngram_min" not in checked:
+        checked["ngram_min"] = min(checked["ngram_max"], SpeculativeConfig.ngram_min)
+    if "ngram_min" in checked and "ngram_max" not in checked:
+        checked["ngram_max"] = max(checked["ngram_min"], SpeculativeConfig.ngram_max)
+    config = SpeculativeConfig(method, **checked)
+    if config.ngram_min > config.ngram_max:
+        raise InvalidRequest(f"{name}: min is larger than max, so nothing can be found", name)
+    return config
+
+
+def from_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{name} is not valid JSON: {error}", name) from None
+
+
+def from_text(name: str, text: str) -> dict[str, Any]:
+    method, *settings = text.split(",")
+    parsed: dict[str, Any] = {"method": method.strip()}
+    for setting in settings:
+        key, equals, value = (part.strip() for part in setting.partition("="))
+        if not equals:
+            raise InvalidRequest(
+                f"{name}: {setting.strip()!r} has no value. Write NAME=VALUE, as in ngram,k=4", name
+            )
+        parsed[key] = value
+    return parsed
+
+
+def check(name: str, key: str, value: Any) -> Any:
+    label = f"{name} {key}"
+    if key == "adaptive":
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() not in SWITCH:
+            raise InvalidRequest(f"{label} is yes or no, not {value!r}", name)
+        return SWITCH[str(value).lower()]
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            raise InvalidRequest(f"{label} must be a whole number, got {value!r}", name) from None
+    return check_whole(label, value, 1, MAX_DRAFTS if key == "k" else None)
+
+
+def describe(config: SpeculativeConfig) -> dict[str, Any]:
+    """Return the settings that the method has, for people."""
+    settings = asdict(config)
+    fields = ["method", "num_tokens", "adaptive", *METHODS[config.method].values()]
+    return {field: settings[field] for field in fields}

@@ -1,0 +1,151 @@
+"""Speculative decoding with real models: the same tokens and logprobs as without it, whatever drafts and whatever else is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.errors import InvalidRequest
+from octavo.params import StructuredOutputsParams
+from tests.test_llm import prompts
+from tests.tiny import ARCHITECTURES, model_dir
+
+METHODS = ["ngram,k=4,adaptive=no", "suffix,k=8,min=1,adaptive=no", "early_exit,layer=1,k=3,adaptive=no"]  # fmt: skip
+PARAMS = {
+    "greedy": dict(temperature=0.0),
+    "temperature": dict(temperature=0.7, seed=3),
+    "filters": dict(temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=4),
+    "penalties": dict(temperature=0.0, repetition_penalty=1.05, frequency_penalty=0.1),
+    "bias": dict(temperature=0.5, seed=5, logit_bias={7: 30.0, 9: 30.0}, min_tokens=9),
+    "logprobs": dict(temperature=0.0, logprobs=3, prompt_logprobs=1),
+    "completions": dict(temperature=1.0, seed=6, n=3),
+    "beams": dict(temperature=0.0, n=2, best_of=3, use_beam_search=True),
+    "stop": dict(temperature=0.0, stop_token_ids=list(range(40, 80)), ignore_eos=False),
+}
+
+
+def make(method: str | dict[str, Any] | None, architecture: str = "llama", **options: Any) -> LLM:
+    settings = dict(max_num_seqs=4, block_size=4, max_model_len=128, num_gpu_blocks_override=120)
+    return LLM(
+        model_dir(architecture), device="cpu", speculative_config=method, **(settings | options)
+    )
+
+
+def texts() -> list[list[int]]:
+    """Prompts that repeat themselves, so that looking back finds something."""
+    return [prompt * 2 for prompt in prompts(5)]
+
+
+def run(llm: LLM, **params: Any) -> list[Any]:
+    """Tokens, logprobs and finish reason of each completion. Sums of float32 depend on how many rows a step has, in their last
+    digits: logprobs are rounded."""
+    chosen = SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | params)
+    outputs = llm.generate(texts(), chosen, use_tqdm=False)
+    found = []
+    for output in outputs:
+        for completion in output.outputs:
+            logprobs = [
+                [(token, round(entry.logprob, 3), entry.rank) for token, entry in at.items()]
+                for at in completion.logprobs or []
+            ]
+            found.append((list(completion.token_ids), logprobs, completion.finish_reason))
+    return found
+
+
+def counters(llm: LLM) -> Any:
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None
+    return speculation.counters
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_gives_the_same_tokens(architecture: str) -> None:
+    want = run(make(None, architecture), temperature=0.0)
+    for method in METHODS:
+        llm = make(method, architecture)
+        assert run(llm, temperature=0.0) == want, method
+        assert counters(llm).drafted > 0, method
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_parameter_gives_the_same_tokens(method: str) -> None:
+    plain = make(None)
+    llm = make(method)
+    for name, params in PARAMS.items():
+        assert run(llm, **params) == run(plain, **params), name
+    assert 0 < counters(llm).accepted < counters(llm).drafted
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(depth=3),
+        dict(num_gpu_blocks_override=32, swap_space=0.01),
+        dict(num_gpu_blocks_override=32, enable_prefix_caching=False),
+        dict(kv_canary=True),
+        dict(kv_cache_dtype="int8"),
+        dict(scheduling_policy="priority"),
+        dict(max_num_batched_tokens=5),
+    ],
+    ids=str,
+)
+def test_every_option_gives_the_same_tokens(method: str, options: dict[str, Any]) -> None:
+    want = run(make(None, **options), temperature=0.7, seed=1)
+    assert run(make(method, **options), temperature=0.7, seed=1) == want
+
+
+def test_structured_output_is_the_same_and_drafted_for() -> None:
+    spec = dict(structured_outputs=StructuredOutputsParams(regex="(ab|cd){8}x"), ignore_eos=False)
+    want = run(make(None), temperature=1.0, seed=2, **spec)
+    llm = make("ngram,k=4,min=1,adaptive=no")
+    assert run(llm, temperature=1.0, seed=2, **spec) == want
+    assert counters(llm).accepted > 0
+
+
+def test_drafts_that_cost_more_than_they_bring_are_not_verified(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = make("early_exit,layer=1,k=4")
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None
+    for rows in range(1, 30):
+        speculation.costs.observe(rows, 0.01 * rows)  # every row costs as much as a step
+    monkeypatch.setattr(speculation.costs, "observe", lambda *measured: None)
+    run(llm, temperature=1.0, seed=1)
+    assert counters(llm).drafted == 0
+
+
+def test_vllms_dictionary_is_understood() -> None:
+    llm = make({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2})
+    config = llm.engine.scheduler.schedule.speculative
+    assert config is not None
+    assert (config.num_tokens, config.ngram_min, config.ngram_max) == (3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("magic", "no method 'magic'"),
+        ("ngram,k", "'k' has no value"),
+        ("ngram,k=0", "at least 1 and at most 16"),
+        ("ngram,k=two", "whole number"),
+        ("ngram,layer=3", "no setting 'layer'"),
+        ("ngram,min=4,max=2", "min is larger than max"),
+        ("ngram,adaptive=perhaps", "yes or no"),
+        ("early_exit", "early_exit,layer=8"),
+        ("early_exit,layer=2", "it has 2 layers"),
+        ("{not json", "not valid JSON"),
+        (7, "METHOD[,k=N...]"),
+    ],
+)
+def test_wrong_settings_are_refused(value: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem.replace("[", r"\[").replace(".", r"\.")):
+        make(value)
+
+
+def test_bounded_kv_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="leave out kv_eviction"):
+        make("ngram", kv_eviction="sinks", kv_budget=32)
