@@ -132,8 +132,9 @@ def test_every_option_reaches_the_server(
     ],
 )
 def test_a_value_that_is_not_allowed_is_refused_under_the_name_of_its_flag(
-    octavo: Octavo, arguments: tuple[str, str], message: str
+    octavo: Octavo, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, str], message: str
 ) -> None:
+    monkeypatch.setattr("octavo.serve.server.run", lambda config, say: pytest.fail("it started"))
     result = octavo("serve", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
