@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -388,6 +390,41 @@ def test_encoding_for_users_and_for_templates_does_not_interfere_across_threads(
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+# ---- memory ------------------------------------------------------------------------------------------
+
+
+class MallocInfo(ctypes.Structure):
+    """What mallinfo2() of glibc returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def allocated_mib() -> float:
+    """The memory that is allocated in this process, whether Python or a library asked for it."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        pytest.skip("only glibc 2.33 and later has mallinfo2")
+    mallinfo2.restype = MallocInfo
+    info = mallinfo2()
+    return (info.uordblks + info.hblkhd) / 2**20
+
+
+def test_words_that_never_return_take_little_memory() -> None:
+    t = Tokenizer(byte_level())
+    generator = random.Random(0)
+    before = allocated_mib()
+    for _ in range(50):
+        words = ["".join(generator.choices("abcdefgh", k=200)) for _ in range(100)]
+        t.encode(" ".join(words))
+    assert allocated_mib() - before < 16
 
 
 # ---- the rest ----------------------------------------------------------------------------------------
