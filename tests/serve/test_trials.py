@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -104,6 +105,16 @@ def test_a_spec_that_failed_is_quarantined(text: str, code: str, says: str) -> N
         assert caught.value.param == "another field" and len(pool.jobs) == 1
         clock.now = QUARANTINE
         assert not trials.passed(StructuredOutputs(regex=text), None), "it may be tried again"
+
+    with_trials(test)
+
+
+def test_the_verdict_on_a_spec_does_not_keep_the_spec() -> None:
+    async def test(trials: Trials, pool: Pool, clock: Clock) -> None:
+        await refusal(trials, "bad")
+        gc.collect()
+        kept = [each for each in gc.get_objects() if type(each) is StructuredOutputs]
+        assert "bad" not in [spec.regex for spec in kept]
 
     with_trials(test)
 

@@ -96,7 +96,7 @@ class Trials:
         try:
             await self._pool.run(Compile(spec), None, heavy=heavy, seconds=self._seconds)
         except ApiError as found:
-            error = self._translate(spec, found)
+            error = self._translate(spec, found).forget()
         except Exception as found:
             log.exception("a trial compilation of structured output failed unexpectedly")
             error = api_error(found)
