@@ -33,7 +33,7 @@ from octavo.serve.http.connections import ConnectionTable
 from octavo.serve.http.health import HealthServer
 from octavo.serve.http.http_protocol import HttpProtocol, ServerContext
 from octavo.serve.http.turn_queue import TurnQueue
-from octavo.serve.process import return_large_blocks
+from octavo.serve.process import return_free_memory, return_large_blocks
 from octavo.serve.serve_config import ServeConfig
 
 if TYPE_CHECKING:
@@ -172,6 +172,7 @@ class Server:
         import uvloop
 
         return_large_blocks()
+        return_free_memory()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self.serve())
 

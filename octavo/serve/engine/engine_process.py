@@ -53,7 +53,7 @@ from octavo.serve.channel.messages import (
 from octavo.serve.channel.sockets import EngineLink
 from octavo.serve.engine.live_view import Viewer
 from octavo.serve.engine.step_reports import LongSteps, StepCounts
-from octavo.serve.process import die_with_parent
+from octavo.serve.process import die_with_parent, return_free_memory
 from octavo.types import Guide, Output, Request, Sequence
 
 if TYPE_CHECKING:
@@ -526,6 +526,7 @@ def main(end: str, stacks: int) -> int:
     gc.collect()
     # These objects are permanent. Visiting them takes the collector 50 ms or more during a step.
     gc.freeze()
+    return_free_memory()
     link.send(Ready())
     try:
         loop.run()
