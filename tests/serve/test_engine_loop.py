@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.config import CacheConfig, ScheduleConfig
+from octavo.config import CacheConfig, ScheduleConfig, SpeculativeConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.errors import InvalidRequest
@@ -68,6 +68,18 @@ def run(script: list[Any], depth: int = 1, guides: Any = None) -> tuple[EngineLo
 
 def add(id: str, length: int = 5, **params: Any) -> Add:
     return Add(id, list(range(1, length + 1)), SamplingParams(ignore_eos=True, **params), 0.0, "")
+
+
+def rendered(heartbeat: Heartbeat) -> str:
+    """The metrics of a server whose engine has sent this heartbeat."""
+    metrics = Metrics("octavo", "m")
+    metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
+        supervisor=SimpleNamespace(heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None),
+        queue=SimpleNamespace(waiting=[], tokens=0),
+        open_requests={},
+        ready=True,
+    )
+    return metrics.render().decode()
 
 
 def used(loop: EngineLoop) -> int:
@@ -299,19 +311,7 @@ def test_a_heartbeat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
     )
     assert decode_to_front(encode(heartbeat)) == heartbeat
 
-    metrics = Metrics("octavo", "m")
-    metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
-        supervisor=SimpleNamespace(
-            heartbeat=msgspec.structs.replace(heartbeat, tier_misses={"corrupt": 3}),
-            starts=1,
-            recovery=0.0,
-            loaded=None,
-        ),
-        queue=SimpleNamespace(waiting=[], tokens=0),
-        open_requests={},
-        ready=True,
-    )
-    text = metrics.render().decode()
+    text = rendered(msgspec.structs.replace(heartbeat, tier_misses={"corrupt": 3}))
     assert f'octavo:kv_tier_loads_total{{model_name="m"}} {float(heartbeat.tiers["loads"])}' in text
     assert 'octavo:kv_disk_misses_total{model_name="m",reason="corrupt"} 3.0' in text
     assert (
@@ -322,8 +322,44 @@ def test_a_heartbeat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
         f'octavo:kv_host_slots_free{{model_name="m"}} {float(heartbeat.tiers["host_blocks_free"])}'
         in text
     )
-    metrics.source.client.supervisor.heartbeat = Heartbeat()  # type: ignore[union-attr, attr-defined]
-    assert "kv_tier" not in metrics.render().decode(), "no tiers, nothing to tell"
+    assert "kv_tier" not in rendered(Heartbeat()), "no tiers, nothing to tell"
+
+
+def test_a_heartbeat_and_the_metrics_count_drafts() -> None:
+    schedule = ScheduleConfig(
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        max_model_len=100,
+        speculative=SpeculativeConfig("early_exit", num_tokens=3, adaptive=False, exit_layer=1),
+    )
+    scheduler = Scheduler(CacheConfig(block_size=4, num_blocks=50), schedule, vocab_size=1000)
+    script = [add("a", 5, max_tokens=40), *[None] * 60]
+    loop = EngineLoop(Engine(scheduler, FakeRunner(50, 4)), FakeLink(script))  # type: ignore[arg-type]
+    loop.run()
+    heartbeat = loop.heartbeat
+    counters = scheduler.speculation.counters  # type: ignore[union-attr]
+    assert 0 < heartbeat.verifications == counters.verifications
+    assert heartbeat.drafted_tokens == counters.drafted > heartbeat.accepted_tokens > 0
+    assert heartbeat.accepted_tokens == sum(heartbeat.accepted_at)
+    assert decode_to_front(encode(heartbeat)) == heartbeat
+
+    text = rendered(heartbeat)
+    label = 'model_name="m"'
+    name = "octavo:spec_decode_num"
+    assert f"{name}_drafts_total{{{label}}} {heartbeat.verifications:.1f}\n" in text
+    assert f"{name}_draft_tokens_total{{{label}}} {heartbeat.drafted_tokens:.1f}\n" in text
+    assert f"{name}_accepted_tokens_total{{{label}}} {heartbeat.accepted_tokens:.1f}\n" in text
+    for place, count in enumerate(heartbeat.accepted_at):
+        labels = f'{label},position="{place}"'
+        assert f"{name}_accepted_tokens_per_pos_total{{{labels}}} {count:.1f}\n" in text
+    assert len(heartbeat.accepted_at) == 3
+
+
+def test_without_drafts_their_metrics_are_0() -> None:
+    text = rendered(Heartbeat())
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert f'octavo:spec_decode_num_{name}_total{{model_name="m"}} 0.0\n' in text
+    assert "position=" not in text
 
 
 def test_broken_books_are_written_down_and_counted_and_the_engine_goes_on(

@@ -165,6 +165,11 @@ class Heartbeat(msgspec.Struct, tag=True, array_like=True):
     checks: int = 0  # Checks of the scheduler's invariants.
     check_failures: int = 0
     shrunk: int = 0  # Steps that were too large for the memory of the device.
+    # Speculative decoding. Without it, these are 0 and an empty list.
+    verifications: int = 0  # Verifications of at least one draft of one sequence.
+    drafted_tokens: int = 0  # Drafts that were verified.
+    accepted_tokens: int = 0  # Drafts that were right.
+    accepted_at: list[int] = []  # The same by their place among the drafts of a step.
 
 
 class Shown(msgspec.Struct, array_like=True):

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.core.engine import Engine
+from octavo.core.speculation import DraftCounters
 from octavo.core.tier_index import TierIndex
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.params import SamplingParams
@@ -317,6 +318,8 @@ class EngineLoop:
         # This equals pool.num_cached, which counts blocks one by one and takes 2 ms for 32K blocks.
         num_cached = len(pool.hash_index) - len(used_and_hashed)
         guides = self.guides
+        speculation = scheduler.speculation
+        drafts = speculation.counters if speculation is not None else DraftCounters([])
         self.heartbeat = Heartbeat(
             steps=counters.steps,
             running=len(scheduler.decoding) + len(scheduler.prefilling),
@@ -342,6 +345,10 @@ class EngineLoop:
             checks=self.checks,
             check_failures=self.check_failures,
             shrunk=counters.oom_steps,
+            verifications=drafts.verifications,
+            drafted_tokens=drafts.drafted,
+            accepted_tokens=drafts.accepted,
+            accepted_at=list(drafts.accepted_at),
         )
 
 

@@ -161,6 +161,7 @@ class EngineSource(Source):
         heartbeat = self.client.supervisor.heartbeat
         gauges = self._gauges(self.client, heartbeat)
         counters = self._work_counters(self.client, heartbeat) | self._other_counters(heartbeat)
+        counters |= self._draft_counters(heartbeat)
         if heartbeat.tiers:
             gauges |= {
                 f"kv_host_slots_{state}": (heartbeat.tiers[f"host_blocks_{state}"], text)
@@ -181,6 +182,12 @@ class EngineSource(Source):
             counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
             counter.add_metric([self.model], value)
             yield counter
+        yield self._labelled(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by their place among the drafts of a step, from 0.",
+            "position",
+            {str(place): count for place, count in enumerate(heartbeat.accepted_at)},
+        )
         if heartbeat.tiers:
             yield self._labelled(
                 "kv_disk_misses",
@@ -266,7 +273,7 @@ class EngineSource(Source):
         }
 
     def _other_counters(self, heartbeat: Heartbeat) -> Values:
-        counters: Values = {
+        return {
             "kv_block_copies": (
                 heartbeat.copies,
                 "KV blocks copied before a write (copy-on-write).",
@@ -292,11 +299,23 @@ class EngineSource(Source):
                 "Consistency checks of the scheduler state that failed; the log has the details.",
             ),
         }
-        # Dashboards read these counters whether or not a server uses speculation.
-        for name in ("drafts", "draft_tokens", "accepted_tokens"):
-            text = "Always 0: this server does not use speculative decoding."
-            counters[f"spec_decode_num_{name}"] = (0, text)
-        return counters
+
+    def _draft_counters(self, heartbeat: Heartbeat) -> Values:
+        """Return the counters of speculative decoding. Without it, they are 0."""
+        return {
+            "spec_decode_num_drafts": (
+                heartbeat.verifications,
+                "Verifications of the drafts of one sequence in one step (see --speculative).",
+            ),
+            "spec_decode_num_draft_tokens": (
+                heartbeat.drafted_tokens,
+                "Draft tokens that the model has verified (see --speculative).",
+            ),
+            "spec_decode_num_accepted_tokens": (
+                heartbeat.accepted_tokens,
+                "Draft tokens that equal the tokens of the model (see --speculative).",
+            ),
+        }
 
     def _labelled(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", label])
