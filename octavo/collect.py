@@ -13,7 +13,7 @@ from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOut
 from octavo.params import SamplingParams
 from octavo.text.detokenize import TextStream
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Output, Request, TokenLogprobs
+from octavo.types import DraftCount, Output, Request, TokenLogprobs
 
 Until = Callable[[], Callable[[str], bool]]  # returns the `is_finished` of one TextStream
 
@@ -51,6 +51,7 @@ class Collector:
         ]
         self.metrics = RequestMetrics(request.arrival)
         self.cached = 0  # prompt tokens found in the prefix cache
+        self.drafts: dict[int, DraftCount] = {}  # index of a completion -> its verified drafts
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.error: str | None = None
         # A caller that streams the reply sets a list, and new pieces are appended to it.
@@ -82,6 +83,8 @@ class Collector:
                 for logprobs in output.prompt_logprobs
             ]
         self.cached = max(self.cached, output.cached_tokens)
+        if output.drafts is not None:
+            self.drafts[output.index] = output.drafts
         self.error = output.error or self.error
         piece = self._decode(output)
         self._extend(completion, piece)
@@ -180,6 +183,22 @@ class Collector:
         ranked = sorted(self.outputs, key=mean_logprob, reverse=True)
         return [replace(completion, index=index) for index, completion in enumerate(ranked[:count])]
 
+    @property
+    def accepted_drafts(self) -> int:
+        """Return how many drafts are part of the reply.
+
+        A stop string may have cut off drafts that were accepted.
+        """
+        return sum(
+            min(count.accepted, len(self.outputs[index].token_ids))
+            for index, count in self.drafts.items()
+        )
+
+    @property
+    def rejected_drafts(self) -> int:
+        """Return how many drafts were verified in vain."""
+        return sum(map(sum, self.drafts.values())) - self.accepted_drafts
+
     def output(self) -> RequestOutput:
         return RequestOutput(
             request_id=self.request.id,
@@ -191,4 +210,6 @@ class Collector:
             num_cached_tokens=self.cached,
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
+            num_accepted_drafts=self.accepted_drafts,
+            num_rejected_drafts=self.rejected_drafts,
         )

@@ -79,3 +79,6 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = field(default=None)
+    # Speculative decoding: drafts that became tokens of the reply, and those that did not.
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0

@@ -133,6 +133,8 @@ class Sequence:
     # Speculative decoding (octavo/core/speculation.py).
     drafts_in_flight: int = 0  # of the planned positions, those that may turn out to be wrong
     draft_acceptance: float = 0.0  # running mean: how many of its guesses were right
+    accepted_drafts: int = 0  # verified drafts that became tokens
+    rejected_drafts: int = 0  # verified drafts that did not
 
     # Prefix cache.
     block_hashes: list[bytes] = field(default_factory=list)  # hash chain of its full blocks
@@ -323,6 +325,13 @@ class StepResult:
 # ---- results -------------------------------------------------------------------------------------
 
 
+class DraftCount(NamedTuple):
+    """How many drafts of a sequence have been verified."""
+
+    accepted: int  # They became tokens.
+    rejected: int
+
+
 @dataclass(slots=True)
 class Output:
     """New tokens of one sequence, and how it ended if it did."""
@@ -337,3 +346,4 @@ class Output:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # set in the first output only
     error: str | None = None
     code: str | None = None  # stable error code, set if the request itself caused the error
+    drafts: DraftCount | None = None  # of the sequence so far; None without speculative decoding

@@ -149,3 +149,28 @@ def test_wrong_settings_are_refused(value: Any, problem: str) -> None:
 def test_bounded_kv_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="leave out kv_eviction"):
         make("ngram", kv_eviction="sinks", kv_budget=32)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_request_counts_its_drafts(method: str) -> None:
+    llm = make(method)
+    params = SamplingParams(temperature=0.01, seed=3, n=2, max_tokens=48, ignore_eos=True)
+    outputs = llm.generate(texts(), params, use_tqdm=False)
+    assert sum(output.num_accepted_drafts for output in outputs) == counters(llm).accepted > 0
+    verified = sum(output.num_accepted_drafts + output.num_rejected_drafts for output in outputs)
+    assert verified == counters(llm).drafted
+
+
+def test_accepted_drafts_behind_the_end_of_a_reply_count_as_rejected() -> None:
+    llm = make("early_exit,layer=1,k=8,adaptive=no")
+    params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=list(range(40, 80)))
+    outputs = llm.generate(texts(), params, use_tqdm=False)
+    for output in outputs:
+        assert output.num_accepted_drafts <= len(output.outputs[0].token_ids)
+    verified = sum(output.num_accepted_drafts + output.num_rejected_drafts for output in outputs)
+    assert verified == counters(llm).drafted > 0
+
+
+def test_without_speculation_no_drafts_are_counted() -> None:
+    (output,) = make(None).generate(texts()[:1], SamplingParams(max_tokens=4), use_tqdm=False)
+    assert output.num_accepted_drafts == output.num_rejected_drafts == 0

@@ -61,6 +61,7 @@ from octavo.events import (
 )
 from octavo.types import (
     DiskWait,
+    DraftCount,
     Guide,
     Item,
     Output,
@@ -658,6 +659,8 @@ class Scheduler:
         in `seq.tokens` yet."""
         assert self.speculation is not None
         self.speculation.observe(seq, num_drafts, num_accepted)
+        seq.accepted_drafts += num_accepted
+        seq.rejected_drafts += num_drafts - num_accepted
         seq.computed += num_accepted
         seq.planned -= num_drafts - num_accepted
         seq.drafts_in_flight -= num_drafts
@@ -700,11 +703,16 @@ class Scheduler:
             if reason is not None:
                 break
         if num_kept < len(tokens):  # the sequence ends with a draft that was right
+            num_unused = len(tokens) - 1 - num_kept
+            seq.accepted_drafts -= num_unused
+            seq.rejected_drafts += num_unused
             tokens = tokens[:num_kept]
             logprobs = logprobs and logprobs[:num_kept]
         self.counters.generated_tokens += len(tokens)
         output = Output(seq.request.id, seq.index, tokens, logprobs or None, reason)
         outputs.append(output)
+        if self.speculation is not None:
+            output.drafts = DraftCount(seq.accepted_drafts, seq.rejected_drafts)
         if seq.first_token_at is None:
             seq.first_token_at = self.clock()
             output.cached_tokens = seq.cached_tokens

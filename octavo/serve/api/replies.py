@@ -77,8 +77,8 @@ def usage_of(collectors: list[Collector], generated: int | None = None) -> dict[
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(c.cached for c in collectors)},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": sum(c.accepted_drafts for c in collectors),
+            "rejected_prediction_tokens": sum(c.rejected_drafts for c in collectors),
         },
     }
 

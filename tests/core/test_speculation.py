@@ -1,0 +1,40 @@
+"""How the scheduler counts drafts."""
+
+from __future__ import annotations
+
+from octavo.config import CacheConfig, ScheduleConfig, SpeculativeConfig
+from octavo.core.engine import Engine
+from octavo.core.scheduler import Scheduler
+from octavo.params import SamplingParams
+from octavo.types import Request
+from tests import oracle
+from tests.fake_runner import FakeRunner
+
+
+def test_an_output_counts_as_accepted_the_drafts_that_became_tokens() -> None:
+    """With the last output of a sequence that a stop token ends, all of its tokens may be drafts."""
+    schedule = ScheduleConfig(
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        max_model_len=100,
+        speculative=SpeculativeConfig("early_exit", num_tokens=8, adaptive=False, exit_layer=1),
+    )
+    cache = CacheConfig(block_size=4, num_blocks=60)
+    engine = Engine(Scheduler(cache, schedule, oracle.VOCAB), FakeRunner(60, 4))
+    stop_ids = list(range(0, oracle.VOCAB, 4))
+    for number in range(40):
+        params = SamplingParams(max_tokens=60, stop_token_ids=stop_ids, seed=number)
+        engine.add(Request(str(number), [number + 1] * 5, params))
+    counted: dict[str, int] = {}
+    all_accepted = 0
+    while not engine.idle:
+        for output in engine.step():
+            assert output.drafts is not None
+            accepted = output.drafts.accepted - counted.get(output.request_id, 0)
+            counted[output.request_id] = output.drafts.accepted
+            if accepted == len(output.tokens):
+                assert output.finish_reason == "stop"
+                all_accepted += 1
+            else:
+                assert accepted == len(output.tokens) - 1
+    assert all_accepted > 3

@@ -1,0 +1,70 @@
+"""A server with speculative decoding reports its drafts: in the usage of each reply, in its metrics and on its page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.running import Running, events, server
+
+PROMPT = [5, 6, 7, 8] * 8  # looking back finds something
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("drafting")
+    with server(folder, engine={"speculative_config": "ngram,k=3,min=1,adaptive=no"}) as found:
+        yield found
+
+
+def counted(details: dict[str, int]) -> tuple[int, int]:
+    return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+
+
+def test_usage_and_metrics_count_the_same_drafts(drafting: Running) -> None:
+    time.sleep(0.05)  # the engine's own counts come a moment after the reply
+    before = drafting.metrics()
+    reply = drafting.complete(prompt=PROMPT, max_tokens=60, temperature=0, ignore_eos=True)
+    accepted, rejected = counted(reply["usage"]["completion_tokens_details"])
+    assert accepted > 0 and rejected > 0
+    time.sleep(0.05)
+    after = drafting.metrics()
+
+    def grew(name: str) -> float:
+        name = f"octavo:spec_decode_num_{name}"
+        return after[name] - before[name]
+
+    assert grew("draft_tokens_total") == accepted + rejected
+    assert grew("accepted_tokens_total") == accepted
+    assert 0 < grew("drafts_total") <= grew("draft_tokens_total")
+    by_place = [grew(f'accepted_tokens_per_pos_total{{position="{k}"}}') for k in range(3)]
+    assert sum(by_place) == accepted and by_place == sorted(by_place, reverse=True)
+
+
+def test_a_stream_counts_the_drafts_of_its_reply_so_far(drafting: Running) -> None:
+    asked: dict[str, Any] = dict(
+        prompt=PROMPT, max_tokens=60, temperature=0, ignore_eos=True, model="tiny"
+    )
+    whole = drafting.post("/v1/completions", asked).json()["usage"]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    text = drafting.post("/v1/completions", {**asked, "stream": True, "stream_options": options}).text  # fmt: skip
+    usages = [found["usage"] for found in events(text) if found.get("usage")]
+    accepted = [counted(usage["completion_tokens_details"])[0] for usage in usages]
+    assert accepted == sorted(accepted) and len(set(accepted)) > 2
+    assert usages[-1]["completion_tokens_details"] == whole["completion_tokens_details"]
+
+
+def test_a_stop_string_ends_the_count(drafting: Running) -> None:
+    asked = dict(prompt=PROMPT, max_tokens=60, temperature=0, ignore_eos=True)
+    text = drafting.complete(**asked)["choices"][0]["text"]
+    usage = drafting.complete(**asked, stop=[text[20:22]])["usage"]
+    accepted, rejected = counted(usage["completion_tokens_details"])
+    assert 0 < accepted <= usage["completion_tokens"] and rejected > 0
+
+
+def test_without_speculation_the_usage_counts_no_drafts(running: Running) -> None:
+    usage = running.complete(prompt=PROMPT, max_tokens=20)["usage"]
+    assert counted(usage["completion_tokens_details"]) == (0, 0)
