@@ -1,6 +1,7 @@
 """Octavo: an LLM inference engine small enough to read. `from octavo import LLM, SamplingParams`.
 
-The public names are loaded when they are first used, so that `import octavo` costs nothing and imports no torch.
+The public names are loaded when they are first used, so that `import octavo` costs nothing and
+imports no torch.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ __all__ = [
     "StructuredOutputsParams",
 ]  # fmt: skip
 
-# Read by GNU OpenMP, torch's on Linux, when torch is first imported. Its threads wait for each other by spinning, by default
-# for about a millisecond; on a machine with anything else to do that made a small model 40 times slower. A short spin, then
-# sleep, costs next to nothing on an idle one.
+# GNU OpenMP, which torch uses on Linux, reads this variable when torch is imported. By default its
+# threads wait for each other by spinning for about a millisecond. On a machine with other work,
+# this made a small model 40 times slower. A short spin costs almost nothing on an idle machine.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOME = {

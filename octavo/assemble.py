@@ -385,7 +385,7 @@ def pick_device(asked: str) -> torch.device:
         raise InvalidRequest(f"unknown device {asked!r}: use auto, cpu or cuda", "device") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest(
-            "device cuda was asked for, but this machine has no usable NVIDIA GPU: use device='cpu'",
+            "device is cuda, but this machine has no usable NVIDIA GPU: use device='cpu'",
             "device",
         )
     return device
@@ -464,8 +464,8 @@ def open_disk(loaded: ModelOnDevice, directory: Path, resolved: Resolved, kv: KV
 
 @dataclass(frozen=True)
 class EngineFactory:
-    """Makes engines that share one runner. They share its batch slots and blocks too, so only one of
-    them may run at a time."""
+    """Makes engines that share one runner. They share its batch slots and blocks too, so only one
+    of them may run at a time."""
 
     runner: Runner
     cache: CacheConfig

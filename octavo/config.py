@@ -19,7 +19,9 @@ KV_SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of one kind of layer. `scaling` is Hugging Face's dictionary, `rope_type` in it."""
+    """The rotary embedding of one kind of layer.
+
+    `scaling` is the dictionary of Hugging Face, which includes `rope_type`."""
 
     theta: float = 10000.0
     scaling: dict[str, Any] = field(default_factory=dict)

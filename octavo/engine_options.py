@@ -1,11 +1,11 @@
 """The options of an engine. Each option is declared once: name, type, default, check and help
 (octavo/option_declaration.py).
 
-    LLM(model, **options)     turns its keyword arguments into an EngineOptions (from_keywords)
-    the command line          shows every field with a help text as an option (octavo/cli/options.py)
-    the server                sends the object to its engine process (octavo/serve/channel/messages.py)
-    octavo plan, LLM          resolve the defaults that depend on the model and the device
-                              (octavo/assemble.py)
+    LLM(model, **options)   turns its keyword arguments into an EngineOptions (from_keywords)
+    the command line        shows every field with a help text as an option (octavo/cli/options.py)
+    the server              sends the object to its engine process (octavo/serve/channel)
+    octavo plan, LLM        resolve the defaults that depend on the model and the device
+                            (octavo/assemble.py)
 
 Names are vLLM's where vLLM has the option. An EngineOptions is always valid: a value that is out of
 range, or has no effect beside the others, raises InvalidRequest. Must not import torch or typer.
@@ -137,7 +137,8 @@ class EngineOptions:
     kv_cache_dtype: Annotated[
         str,
         Option(
-            "Data type of the KV cache: auto, int8, fp8, float16, ...; int8 and fp8 halve its size.",
+            "Data type of the KV cache: auto, int8, fp8, float16, ...; "
+            "int8 and fp8 halve its size.",
             "Memory",
             metavar="NAME",
             show_default=True,

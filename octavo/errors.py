@@ -63,7 +63,7 @@ class ModelNotFound(ModelError):
 
 
 class KVCorrupted(OctavoError):
-    """A sequence was about to read KV that another sequence wrote (kv_canary): a bug in the engine."""
+    """The KV canary found that a sequence would read KV of another one: a bug in the engine."""
 
 
 class NotEnoughMemory(OctavoError):

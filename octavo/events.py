@@ -1,5 +1,5 @@
-"""What happens in an engine, as typed events. Counters for metrics, the live page, the trace recorder,
-hang detection and benchmarks listen to them; the engine knows none of these.
+"""What happens in an engine, as typed events. Counters for metrics, the live page, the trace
+recorder, hang detection and benchmarks listen to them; the engine knows none of these.
 
 A part of the engine that has something to report asks first whether anything listens, so that an
 event nobody wants is not even built:
@@ -117,7 +117,7 @@ class Failed(NamedTuple):
 
 
 class BlocksShared(NamedTuple):
-    """A sequence took references to blocks that exist already: cached ones, or those of its parent."""
+    """A sequence took references to existing blocks: cached ones, or those of its parent."""
 
     seq: Sequence
     blocks: list[int]

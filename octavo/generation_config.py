@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 
 def read_generation_config(source: str) -> dict[str, Any] | None:
-    """Read the file that the option generation_config names. "vllm" means no file, a directory holds
-    the file, and "auto" means the model's own file: None."""
+    """Read the file that the option generation_config names. "vllm" means no file, a directory
+    holds the file, and "auto" means the model's own file: None."""
     if source == "auto":
         return None
     if source == "vllm":

@@ -406,7 +406,7 @@ class Stream(Iterator[CompletionOutput]):
         self._pieces.clear()
 
     def __del__(self) -> None:
-        """Python may call this at any moment, even during a step: the next step aborts the request."""
+        """Abort the request in the next step. Python may call this at any time, even in a step."""
         if not self._collector.finished:
             self._llm.loop.dropped.append(self._collector.request.id)
 

@@ -92,9 +92,9 @@ def step_tokens(kind: str, parameters: int, max_num_seqs: int) -> int:
 def default_piggyback_tokens(kind: str, parameters: int, weights: int) -> int:
     """ScheduleConfig.piggyback_tokens where the user gives none.
 
-    It is on for GPUs and 16-bit weights of models so large that matrix products dominate a step. A smaller
-    model loses more by the second attention kernel than its products gain, and products of quantised
-    weights gain nothing."""
+    It is on for GPUs and 16-bit weights of models so large that matrix products dominate a step. A
+    smaller model loses more by the second attention kernel than its products gain, and products of
+    quantised weights gain nothing."""
     gains = kind == "cuda" and parameters >= PIGGYBACK_PARAMETERS and weights >= 2 * parameters
     return PIGGYBACK_TOKENS if gains else 0
 
@@ -186,8 +186,8 @@ def size_pool(
     if fits < 1:
         raise NotEnoughMemory(
             f"no memory is left for KV: one block of {block_size} tokens takes "
-            f"{per_block / 2**20:.1f} MiB and the budget is {budget / 2**20:.1f} MiB. Use a smaller "
-            "model or dtype, or raise gpu_memory_utilization"
+            f"{per_block / 2**20:.1f} MiB and the budget is {budget / 2**20:.1f} MiB. Use a "
+            "smaller model or dtype, or raise gpu_memory_utilization"
         )
     longest = fits * block_size
     if max_model_len is None:
@@ -207,8 +207,8 @@ def size_pool(
 def size_tiers(
     swap_space: float | None, disk_path: object, disk_gib: float, block_bytes: int, free: int
 ) -> tuple[int, int]:
-    """Return the blocks of the host tier and the bytes of the disk tier. The host tier must fit into
-    `free` bytes.
+    """Return the blocks of the host tier and the bytes of the disk tier. The host tier must fit
+    into `free` bytes.
 
     Blocks read from disk pass through host memory, so a disk tier needs some host memory too."""
     gib = swap_space

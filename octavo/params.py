@@ -86,8 +86,8 @@ def check_logit_bias(given: Any) -> dict[int, float]:
             token = number if isinstance(number, int) else -1
         if token < 0:
             raise InvalidRequest(
-                f"logit_bias has the key {key!r:.100}, which is no token id: keys are integers of at "
-                "least 0 in decimal digits",
+                f"logit_bias has the key {key!r:.100}, which is not a token id: keys must be "
+                "integers of at least 0 in decimal digits",
                 "logit_bias",
             )
         if token in found:
@@ -101,7 +101,9 @@ def check_logit_bias(given: Any) -> dict[int, float]:
 
 @dataclass(slots=True)
 class StructuredOutputs:
-    """What the text must match: exactly one of these. Names are those of vLLM's StructuredOutputsParams."""
+    """The structure that the text must match: exactly one of these fields.
+
+    The names are those of StructuredOutputsParams in vLLM."""
 
     # a JSON schema; its text once validated, in the client's order
     json: str | dict[str, Any] | None = None
@@ -121,7 +123,7 @@ class StructuredOutputs:
         self.validate()
 
     def validate(self) -> None:
-        """One kind, of the right type. Whether it can be followed is known once it has been compiled."""
+        """Check that there is one kind of the right type. Only compiling shows if it is valid."""
         if self.json_object not in (None, True, False):
             raise InvalidRequest(
                 f"json_object must be true or false, got {self.json_object!r:.100}",
@@ -131,7 +133,8 @@ class StructuredOutputs:
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
             raise InvalidRequest(
-                f"structured_outputs takes exactly one of {', '.join(KINDS)}, got {' and '.join(given) or 'none'}",
+                f"structured_outputs takes exactly one of {', '.join(KINDS)}, "
+                f"got {' and '.join(given) or 'none'}",
                 "structured_outputs",
             )
         if isinstance(self.json, dict):
@@ -199,11 +202,12 @@ StructuredOutputsParams = StructuredOutputs  # vLLM's name
 
 @dataclass(slots=True)
 class RepetitionDetectionParams:
-    """Ends a text that repeats itself: the same tokens, as a pattern of a size within the bounds, so many times in a row. Names and
-    defaults are those of vLLM's class of this name."""
+    """Ends a text that repeats a pattern of tokens at least `min_count` times in a row.
 
-    max_pattern_size: int = 0  # tokens; 0: nothing is detected
-    min_pattern_size: int = 0  # 0: as 1
+    The names and defaults are those of the same class in vLLM."""
+
+    max_pattern_size: int = 0  # The number of tokens. 0 turns the detection off.
+    min_pattern_size: int = 0  # 0 means the same as 1.
     min_count: int = 0
 
     def __post_init__(self) -> None:
@@ -220,14 +224,16 @@ class RepetitionDetectionParams:
         return self.max_pattern_size > 0
 
 
-# For structured outputs that ask for nothing else: a model that is held to a structure is more likely to get stuck in it. The
-# count is above 64: a hash may be 64 zeros.
+# The default for structured outputs, because a model that must follow a structure is more likely
+# to repeat itself without end. The count is above 64, because a hash may be 64 zeros.
 STRUCTURED_REPETITION = RepetitionDetectionParams(max_pattern_size=32, min_count=70)
 
 
 @dataclass(slots=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Names and defaults are those of vLLM's class of this name."""
+    """The rules for choosing tokens and for ending the text.
+
+    The names and defaults are those of the same class in vLLM."""
 
     n: int = 1
     # compute this many and give back the n best; of beams: how many live
@@ -313,7 +319,8 @@ class SamplingParams:
             ids = check_token_ids("logprob_token_ids", self.logprob_token_ids)
             if len(ids) > MAX_LOGPROB_IDS:
                 raise InvalidRequest(
-                    f"logprob_token_ids may have at most {MAX_LOGPROB_IDS} token ids, got {len(ids)}",
+                    f"logprob_token_ids can have at most {MAX_LOGPROB_IDS} token ids, "
+                    f"got {len(ids)}",
                     "logprob_token_ids",
                     "param_out_of_range",
                 )
@@ -350,8 +357,8 @@ class SamplingParams:
             bias = self.logit_bias or {}
             if all(bias.get(token) == -MAX_BIAS for token in self.allowed_token_ids):
                 raise InvalidRequest(
-                    "logit_bias bans every token of allowed_token_ids with -100, so no token is left: "
-                    "change one of the two",
+                    "logit_bias bans every token of allowed_token_ids with -100, so no token is "
+                    "left: change one of the two",
                     "logit_bias",
                 )
         if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
@@ -365,7 +372,8 @@ class SamplingParams:
                 )
             if self.allowed_token_ids is not None:
                 raise InvalidRequest(
-                    "allowed_token_ids and structured_outputs exclude each other: both say which tokens may come",
+                    "allowed_token_ids and structured_outputs exclude each other, because both "
+                    "decide which tokens are allowed: remove one of them",
                     "allowed_token_ids",
                 )
 
@@ -378,7 +386,10 @@ class SamplingParams:
         return None if self.structured_outputs is None else STRUCTURED_REPETITION
 
     def _validate_beams(self) -> None:
-        """A beam search goes by the model's own logprobs: what would change them is refused, what draws from them is unused."""
+        """Check the parameters of a beam search.
+
+        It uses the model's own logprobs, so parameters that would change them are refused, and
+        parameters of sampling have no effect."""
         self.length_penalty = check_real("length_penalty", self.length_penalty, -10, 10)
         if self.early_stopping not in (True, False, "never"):
             raise InvalidRequest(
@@ -420,8 +431,8 @@ class SamplingParams:
         allowed = self.allowed_token_ids
         if self.min_tokens and allowed is not None and stop_ids.issuperset(allowed):
             raise InvalidRequest(
-                "allowed_token_ids are all stop tokens, which min_tokens forbids, so no token could "
-                "be generated: allow another token or set min_tokens to 0",
+                "allowed_token_ids are all stop tokens, which min_tokens forbids, so no token "
+                "could be generated: allow another token or set min_tokens to 0",
                 "min_tokens",
             )
 
@@ -463,7 +474,8 @@ class SamplingParams:
         )
 
 
-# Fields of a generation_config.json that recommend how to sample, and SamplingParams' names for them.
+# Fields of a generation_config.json that recommend how to sample, and SamplingParams' names for
+# them.
 RECOMMENDED = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -488,7 +500,9 @@ def recommended_sampling(generation_config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class BeamSearchParams:
-    """How LLM.beam_search searches. Names and defaults are those of vLLM's class of this name, and early_stopping."""
+    """The parameters of LLM.beam_search.
+
+    The names and defaults are those of the same class in vLLM, which has no early_stopping."""
 
     beam_width: int
     max_tokens: int

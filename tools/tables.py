@@ -1,9 +1,9 @@
 """Writes the tables of README.md and docs/ from the result files in results/.
 
     python tools/tables.py            rewrite every generated table
-    python tools/tables.py --check    fail if a page differs from what the result files say
+    python tools/tables.py --check    fail if a page does not match the result files
 
-A page asks for a table with a pair of comments; the lines between them are replaced:
+A pair of comments in a page marks a table. The lines between them are replaced:
 
     <!-- table: throughput results/throughput-llama-8b.json -->
     <!-- end table -->
@@ -49,7 +49,7 @@ def throughput(results: list[Result]) -> str:
                     f"{line['of_limit']:.0%}",
                 ]
             )
-    columns = ["workload", "tokens/s", "hardware limit", "of the limit"]
+    columns = ["workload", "tokens/s", "hardware limit (tokens/s)", "% of hardware limit"]
     return markdown(columns, rows) + source(results)
 
 

@@ -167,7 +167,7 @@ def throughput(
         llm.warm_up()
         progress.update(task, description="measuring", total=len(names) * (1 + repeat))
         results = measure(llm, names, repeat, lambda: progress.advance(task))
-    columns = ("workload", "requests", "median", "min - max", "limit", "of limit")
+    columns = ("workload", "requests", "median", "min - max", "limit", "% of limit")
     rows = [
         (
             r["workload"],
@@ -445,7 +445,8 @@ def kv(
     formats: Annotated[
         str | None,
         option(
-            "KV data types to measure, separated by commas: auto, float16, int8, fp8. Default: all.",
+            "KV data types to measure, separated by commas: auto, float16, int8, fp8. "
+            "Default: all.",
             None,
             "A,B,...",
         ),

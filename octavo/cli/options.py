@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-# ---- values --------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 def size(text: str) -> int:
@@ -95,7 +95,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-# ---- groups --------------------------------------------------------------------------------------------
+# ---- groups --------------------------------------------------------------------------------------
 
 
 def option(
@@ -115,7 +115,8 @@ Model = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help=f"A directory, a .gguf file or a name on huggingface.co. Without it: the embedded model, {EMBEDDED}.",
+        help="A directory, a .gguf file or a name on huggingface.co. "
+        f"Without it: the embedded model, {EMBEDDED}.",
         show_default=False,
     ),
 ]
@@ -165,7 +166,8 @@ class SamplingOptions:
     temperature: Annotated[
         float | None,
         Option(
-            "Sampling temperature; 0 means greedy decoding. Default: the model's recommendation, else 0.4.",
+            "Sampling temperature; 0 means greedy decoding. "
+            "Default: the model's recommendation, else 0.4.",
             "Sampling",
             metavar="X",
         ),
@@ -173,7 +175,8 @@ class SamplingOptions:
     top_p: Annotated[
         float | None,
         Option(
-            "Sample from the most likely tokens whose probabilities sum to this value. Default: the model's, else 0.9.",
+            "Sample from the most likely tokens whose probabilities sum to this value. "
+            "Default: the model's, else 0.9.",
             "Sampling",
             metavar="X",
         ),
@@ -181,7 +184,8 @@ class SamplingOptions:
     top_k: Annotated[
         int | None,
         Option(
-            "Sample from this many of the most likely tokens; 0 means all. Default: the model's, else 0.",
+            "Sample from this many of the most likely tokens; 0 means all. "
+            "Default: the model's, else 0.",
             "Sampling",
             metavar="N",
         ),
@@ -189,7 +193,8 @@ class SamplingOptions:
     min_p: Annotated[
         float | None,
         Option(
-            "Drop tokens whose probability is below this fraction of the largest one. Default: the model's, else 0.",
+            "Drop tokens whose probability is below this fraction of the largest one. "
+            "Default: the model's, else 0.",
             "Sampling",
             metavar="X",
         ),
@@ -197,7 +202,8 @@ class SamplingOptions:
     repetition_penalty: Annotated[
         float | None,
         Option(
-            "Penalty on tokens of the prompt and the reply; above 1 discourages repetition. Default: the model's, else 1; in a chat 1.05.",
+            "Penalty on tokens of the prompt and the reply; above 1 discourages repetition. "
+            "Default: the model's, else 1; in a chat 1.05.",
             "Sampling",
             metavar="X",
         ),
@@ -252,11 +258,12 @@ class SamplingOptions:
         )
 
 
-# ---- commands ------------------------------------------------------------------------------------------
+# ---- commands ------------------------------------------------------------------------------------
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Show typer a function whose parameters may be groups of options (see the head of this file)."""
+    """Show typer a function whose parameters may be groups of options (see the head of this
+    file)."""
     hints = get_type_hints(function, include_extras=True)
     own = inspect.signature(function).parameters
     groups: dict[str, tuple[Any, list[str]]] = {}  # the defaults, and the fields that are options

@@ -50,7 +50,8 @@ def plan(
     as_json: Annotated[bool, flag("--json", "Print the plan as a JSON object.")] = False,
     options: EngineOptions,
 ) -> None:
-    """Show what a model needs: weights, activations, KV cache, and how many sequences fit. Loads no weights."""
+    """Show what a model needs: weights, activations, KV cache, and how many sequences fit. Loads no
+    weights."""
     from octavo.assemble import resolve, resolve_pool
 
     wanted = sizes(lengths) if lengths else None

@@ -1,1 +1,1 @@
-"""Decides what to compute: scheduler, blocks, engine. Plain Python, no torch: it never sees a tensor."""
+"""Decides what to compute: scheduler, blocks and engine. It is plain Python without tensors."""

@@ -64,7 +64,7 @@ class BlockPool:
         return sum(self.ref_counts[block] == 0 for block in self.hash_index.values())
 
     def allocate(self) -> int:
-        """Return a block to write to. Evicts the least recently used content if no block is free."""
+        """Return a block to write to. Evicts the least recently used content if none is free."""
         block, _ = self.free_blocks.popitem(last=False)
         if self.tenants[block] and self.hashes[block] is not None:
             block = self._apply_quota(block)
@@ -78,7 +78,7 @@ class BlockPool:
         return block
 
     def evict(self, block: int) -> None:
-        """Unpublish a block that is about to be overwritten. Its content may move to a lower tier."""
+        """Unpublish a block that will be overwritten. Its content may move to a lower tier."""
         content_hash = self.hashes[block]
         if content_hash is not None and (content := self.content_of(content_hash)):
             self.evicted_contents.append(content)
@@ -93,7 +93,7 @@ class BlockPool:
             del self.hash_index[content_hash]
 
     def _apply_quota(self, oldest: int) -> int:
-        """Return the cached block to evict: the oldest one, unless its tenant is within its quota."""
+        """Return the cached block to evict: the oldest, unless its tenant is within its quota."""
         tenant, victim = self.quota.pick_victim(self.tenants[oldest], oldest)
         self.quota.remove(tenant, victim)
         if victim != oldest:
@@ -122,7 +122,7 @@ class BlockPool:
                 self.quota.add(self.tenants[block], block)
 
     def publish(self, content: Content, tenant: str = "") -> None:
-        """Make a full, committed block findable. It is never written again while it is published."""
+        """Publish a full, committed block. It is not written again while it is published."""
         block = content.block
         if content.hash not in self.hash_index and self.hashes[block] is None:
             self.hash_index[content.hash] = block

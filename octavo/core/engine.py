@@ -33,8 +33,8 @@ class Handle(Protocol):
 
 
 class StepRunner(Protocol):
-    """Executes plans strictly in order. Sampled tokens depend on nothing but the stream of plans. Disk
-    events and measured times may differ between runs."""
+    """Executes plans strictly in order. Sampled tokens depend on nothing but the stream of plans.
+    Disk events and measured times may differ between runs."""
 
     def launch(self, plan: Plan) -> Handle: ...
 
@@ -47,8 +47,9 @@ class StepInFlight(NamedTuple):
 
 @dataclass(slots=True)
 class HostTime:
-    """Seconds the host spent in each part of the loop. All but `wait` should hide behind the device's
-    work."""
+    """The seconds that the host spent in each part of the loop.
+
+    All parts except `wait` should overlap with the work of the device."""
 
     steps: int = 0
     plan: float = 0.0

@@ -118,7 +118,7 @@ class SequenceGroups:
                 plan.new_slots.append(fill_slot(seq))
         self.stale_slots.clear()
 
-    # ---- beams -------------------------------------------------------------------------------------
+    # ---- beams -----------------------------------------------------------------------------------
 
     def blocking_beams(self) -> list[Sequence]:
         """Return beams that have reported and hold slots and blocks that their siblings need.

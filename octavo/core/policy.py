@@ -1,8 +1,8 @@
 """Scheduling policies: the order of the queue, and which sequence is preempted when batch slots or
 blocks run out. Policies know sequences, no blocks and no clock.
 
-A policy is a rank: a number for each sequence, lowest first. Most ranks are seconds; those of `fair`
-are tokens. The scheduler does the rest:
+A policy is a rank: a number for each sequence, lowest first. Most ranks are seconds; those of
+`fair` are tokens. The scheduler does the rest:
 
     waiting, prefilling and decoding are kept in rank order, and plans are filled from the front
     a decoding sequence that needs a block takes it from a sequence with a later rank that is not in
@@ -11,10 +11,10 @@ are tokens. The scheduler does the rest:
 
 No livelock, whatever the policy: among running sequences, the one with the lowest rank never loses
 its blocks to another running one, because the rank of a sequence that has started does not change.
-It may wait for blocks while others decode, but they end or are preempted, so it advances in the end.
-There are two exceptions. A beam that has reported makes room for its siblings, whatever its rank.
-Under a policy with changing ranks, a rank changes once more: a preempted sequence comes first from
-then on.
+It may wait for blocks while others decode, but they end or are preempted, so it advances in the
+end. There are two exceptions. A beam that has reported makes room for its siblings, whatever its
+rank. Under a policy with changing ranks, a rank changes once more: a preempted sequence comes first
+from then on.
 
 No starvation, if a rank is the time of arrival plus a bounded number of seconds: a request that
 arrives much later comes after. `Fair` reaches the same with its counters of tokens.
@@ -75,7 +75,8 @@ class Policy:
 
 
 class Priority(Policy):
-    """Lower `Request.priority` first, as in vLLM, preempting lower-priority work if there is no room.
+    """Lower `Request.priority` first, as in vLLM, preempting lower-priority work if there is no
+    room.
 
     One level is worth `ageing` seconds: a request that has waited that long is no longer overtaken
     by later requests one level above its own."""
@@ -107,8 +108,8 @@ class Shortest(Policy):
 
 
 class Deadline(Policy):
-    """Earliest deadline first, preempting requests with later ones. A request without a deadline has
-    one of `default_seconds` after its arrival."""
+    """Earliest deadline first, preempting requests with later ones. A request without a deadline
+    has one of `default_seconds` after its arrival."""
 
     preemptive = True
     default_seconds = 60.0
@@ -131,9 +132,9 @@ class Fair(Policy):
     """An equal number of tokens for each tenant that has requests waiting.
 
     A tenant's counter is the number of tokens it was given so far; the lowest counter comes next. A
-    tenant that had nothing waiting starts at `fair_counter`, the counter of an imaginary tenant that
-    always had something waiting. Tokens it left to others therefore earn it nothing, and a waiting
-    tenant is not overtaken by an endless stream of new ones."""
+    tenant that had nothing waiting starts at `fair_counter`, the counter of an imaginary tenant
+    that always had something waiting. Tokens it left to others therefore earn it nothing, and a
+    waiting tenant is not overtaken by an endless stream of new ones."""
 
     fixed_ranks = False
 
@@ -212,8 +213,8 @@ class Fair(Policy):
 
 
 class Prefix(Policy):
-    """Prompts first that begin with what the prefix cache has or is about to have, so that it is used
-    before it is evicted. Each cached token is worth `ageing` seconds."""
+    """Prompts first that begin with what the prefix cache has or is about to have, so that it is
+    used before it is evicted. Each cached token is worth `ageing` seconds."""
 
     fixed_ranks = False
     ageing = 0.01

@@ -46,7 +46,7 @@ class PrefixCache:
         # loads it.
         self.computing: dict[bytes, int] = {}
 
-    # ---- admission ---------------------------------------------------------------------------------
+    # ---- admission -------------------------------------------------------------------------------
 
     def extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         """Extend the hash chain to the first `num_blocks` blocks of the sequence."""
@@ -151,7 +151,7 @@ class PrefixCache:
             if self.computing.get(content_hash) == seq.id:
                 del self.computing[content_hash]
 
-    # ---- steps -------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def publish(self, seq: Sequence) -> None:
         """Publish newly full, committed blocks.

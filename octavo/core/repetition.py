@@ -1,4 +1,4 @@
-"""Repetition detection: do the last tokens of a text consist of one pattern, several times in a row?"""
+"""Detects that a text ends with the same pattern of tokens several times in a row."""
 
 from __future__ import annotations
 

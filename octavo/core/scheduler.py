@@ -188,7 +188,7 @@ class Scheduler:
         """Raise AssertionError unless every invariant holds that can be seen between two steps."""
         check_invariants(self.queues, self.groups, self.prefix, self.cache, self.schedule)
 
-    # ---- requests ----------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest for one that can never run."""
@@ -238,7 +238,7 @@ class Scheduler:
         return outputs
 
     def stop(self, request_id: str, index: int) -> None:
-        """End one sequence whose text met a stop string. The caller, who has the text, reports it."""
+        """End one sequence whose text contains a stop string, which the caller has found."""
         for seq in list(self.requests.get(request_id, ())):
             if seq.index == index:
                 self._finish(seq, "stop")
@@ -253,8 +253,8 @@ class Scheduler:
         ]
 
     def retry_smaller(self, plan: Plan, error: str, code: str) -> list[Output]:
-        """A step was too large for the device's memory: compute its sequences again in steps half as
-        large. A request that fails alone twice ends with an error."""
+        """A step was too large for the device's memory: compute its sequences again in steps half
+        as large. A request that fails alone twice ends with an error."""
         affected = self._undo(plan)
         self.counters.oom_steps += 1
         token_cap = self.shaper.token_cap
@@ -295,7 +295,7 @@ class Scheduler:
         """Empty the prefix cache in every tier but the disk."""
         self.prefix.clear()
 
-    # ---- plan --------------------------------------------------------------------------------------
+    # ---- plan ------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """Decide the next step."""
@@ -419,8 +419,8 @@ class Scheduler:
         return count
 
     def _reserve_or_preempt(self, seq: Sequence, next_index: int, fill: StepFill) -> bool:
-        """Reserve a block for a decoding sequence, preempting others for it. False: the sequence was
-        preempted itself, because no sequence after it is left."""
+        """Reserve a block for a decoding sequence, preempting others for it. False: the sequence
+        was preempted itself, because no sequence after it is left."""
         while not self._reserve(seq, 1, fill.plan):
             # Only sequences that are not in the plan yet: plans are never edited.
             candidates = self.decoding[next_index:]
@@ -525,7 +525,7 @@ class Scheduler:
         if is_last:
             self.queues.move_to_decode(seq)
 
-    # ---- admission ---------------------------------------------------------------------------------
+    # ---- admission -------------------------------------------------------------------------------
 
     def _try_start(
         self, seq: Sequence, token_budget: int, fill: StepFill, awaited: set[bytes]
@@ -569,7 +569,7 @@ class Scheduler:
         return OTHER_BEAMS if self.shaper.batches.may_start(seq) else BATCH_FORMING
 
     def _report_first_waiting(self, fill: StepFill) -> None:
-        """Report the first sequence that this plan did not try to admit, and why it stopped there."""
+        """Report the first sequence that this plan did not try to admit, and the reason."""
         untried = (seq for seq in self.waiting if seq.id not in fill.left_waiting)
         seq = next(untried, None)
         if seq is None:
@@ -615,11 +615,11 @@ class Scheduler:
             self._schedule_chunk(seq, num_tokens, plan)
         return max(num_tokens, 1) + self.prefix.load_cost_tokens(len(match.loads))
 
-    # ---- commit ------------------------------------------------------------------------------------
+    # ---- commit ----------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, result: StepResult) -> list[Output]:
-        """Fold in the results of a step. Results of a sequence that was preempted or has ended since
-        are dropped."""
+        """Fold in the results of a step. Results of a sequence that was preempted or has ended
+        since are dropped."""
         self.prefix.commit(plan, result)
         outputs: list[Output] = []
         live = self.live
@@ -675,7 +675,7 @@ class Scheduler:
         logprobs: list[TokenLogprobs] | None,
         outputs: list[Output],
     ) -> None:
-        """Append sampled tokens to a sequence, and end it if one of them does. Adds to `outputs`."""
+        """Append sampled tokens to a sequence and to `outputs`, and end it if one of them does."""
         if seq.beam is not None:
             assert logprobs is not None
             self.counters.generated_tokens += 1
@@ -731,10 +731,11 @@ class Scheduler:
             self.prefix.invalidate(member)
         return self.abort(seq.request.id, "error", NOT_A_NUMBER, NotANumber.code)
 
-    # ---- preempt and finish ------------------------------------------------------------------------
+    # ---- preempt and finish ----------------------------------------------------------------------
 
     def _release(self, seq: Sequence) -> None:
-        """Free slot and blocks. Steps in flight may still write there: the device works in order."""
+        """Free slot and blocks. Steps in flight may still write to them, because steps run in
+        order on the device."""
         for block in reversed(seq.block_table):  # prefixes outlive suffixes in the cache
             self.pool.release(block)
         self.prefix.stop_computing(seq)
@@ -746,8 +747,8 @@ class Scheduler:
         seq.planned = 0
 
     def _preempt(self, seq: Sequence, reason: str) -> None:
-        """Put a running sequence back into the queue. Its full blocks stay in the prefix cache until
-        their memory is needed."""
+        """Put a running sequence back into the queue. Its full blocks stay in the prefix cache
+        until their memory is needed."""
         seq.preempted_positions = seq.planned
         seq.disk_wait = DiskWait.NOT_ASKED
         seq.preempt_reason = reason

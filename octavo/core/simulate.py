@@ -1,11 +1,13 @@
-"""Simulation: the same scheduler and engine with a runner that computes nothing and a clock that only
-counts how long the steps would have taken.
+"""Simulation: the same scheduler and engine with a runner that computes nothing and a clock that
+only counts how long the steps would have taken.
 
-    trace -> requests -> replay(engine) -> Report        the engine's clock is real or a VirtualClock
+    trace -> requests -> replay(engine) -> Report
 
-`replay` serves two purposes: a simulation plays a trace as fast as Python can, and a benchmark plays
-it on a model in real time. The cost of a step is a linear function of a few features of its plan
-(Costs), fitted to a real run by octavo/bench/calibrate.py.
+The clock of the engine is real or a VirtualClock.
+
+`replay` serves two purposes: a simulation plays a trace as fast as Python can, and a benchmark
+plays it on a model in real time. The cost of a step is a linear function of a few features of its
+plan (Costs), fitted to a real run by octavo/bench/calibrate.py.
 """
 
 from __future__ import annotations
@@ -95,8 +97,8 @@ class SimulatedStep:
 
 
 class CostRunner:
-    """A runner that takes as long as the costs say, one step after another, and samples the tokens of
-    the trace."""
+    """A runner that takes as long as the costs say, one step after another, and samples the tokens
+    of the trace."""
 
     def __init__(self, costs: Costs, clock: VirtualClock, tokens: list[list[int]]):
         self.costs = costs

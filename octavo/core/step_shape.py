@@ -80,7 +80,7 @@ class StepShaper:
         self.prompt_budget = choose_prompt_budget(schedule, self.step_times)
 
     def _learn(self, event: Event) -> None:
-        """Listen to steps that have landed: how long they took decides how large the next may be."""
+        """Listen to steps that have landed, because their times decide the size of the next."""
         assert isinstance(event, StepLanded) and self.step_times is not None
         self.step_times.observe(event.plan, event.seconds)
 

@@ -72,7 +72,8 @@ def drop_block(pool: BlockPool, cache: CacheConfig, seq: Sequence, plan: Plan) -
 
     The blocks behind it move up by one block. Blocks that are shared are copied first, and
     published blocks are unpublished, because their keys are about to be shifted. The caller must
-    write the batch slot anew. Returns False, and changes nothing, if the pool has too few blocks."""
+    write the batch slot again. If the pool has too few blocks, returns False and changes nothing.
+    """
     table = seq.block_table
     dropped = pick_block(seq, cache)
     num_shared = sum(pool.ref_counts[block] > 1 for block in table[dropped + 1 :])

@@ -108,7 +108,7 @@ class TierIndex:
         self.on_disk = set(on_disk)
         self.fetch_ids = fetch_ids
 
-    # ---- up: host memory and disk to device --------------------------------------------------------
+    # ---- up: host memory and disk to device ------------------------------------------------------
 
     def find(self, content_hash: bytes, tokens: array[int]) -> int | None:
         """Return the host block with this content, ready to load. Tokens are compared."""
@@ -257,8 +257,8 @@ class TierIndex:
     def finish_promotions(
         self, plan: Plan, pool: BlockPool, loaded: bool, corrupt: Collection[int] = ()
     ) -> None:
-        """Publish what the step promoted, if it was loaded and verified and has not been invalidated
-        since. A content that failed is not tried again."""
+        """Publish what the step promoted, if it was loaded and verified and has not been
+        invalidated since. A content that failed is not tried again."""
         # Tail first, so that prefixes outlive suffixes in the cache.
         for content, host_block, tenant in reversed(self.promotions.pop(plan.step, [])):
             if self.promoting.get(content.hash) == content.block:
@@ -274,7 +274,7 @@ class TierIndex:
             pool.release(content.block)
             self.settled += 1
 
-    # ---- down: device to host memory and disk ------------------------------------------------------
+    # ---- down: device to host memory and disk ----------------------------------------------------
 
     def demote(self, pool: BlockPool, plan: Plan) -> None:
         """Store the contents that the plan evicts from the device, and save them to disk later.
@@ -318,7 +318,7 @@ class TierIndex:
             plan.saves.append(Save(host_block, content.hash, content.tokens))
         return True
 
-    # ---- results -----------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         self._end_step(plan, True)
@@ -390,7 +390,7 @@ class TierIndex:
             self._forget_content(host_block)
             self._free_if_unused(host_block)
 
-    # ---- host blocks -------------------------------------------------------------------------------
+    # ---- host blocks -----------------------------------------------------------------------------
 
     def _num_available(self) -> int:
         num_evictable = sum(not self.pin_counts[block] for block in self.ready.values())

@@ -1,5 +1,5 @@
-"""Traces: when requests arrived and how long they were, to be played again. A trace holds lengths and
-equalities, no text and no tokens.
+"""Traces: when requests arrived and how long they were, to be played again. A trace holds lengths
+and equalities, no text and no tokens.
 
 Each completion is one line of JSON:
 
@@ -8,10 +8,11 @@ Each completion is one line of JSON:
      "first_token": 12.34}
 
 `blocks` has a number for each full block of BLOCK tokens of prompt and output. Two equal numbers
-mean equal tokens from the beginning up to there. The numbers are hashes under a secret that is never
-written down, so a trace reveals which requests share a prefix and nothing else. `id` and the fields
-after it say how the request fared and are not played again: when the front sent it to the engine,
-when the engine queued it (a step may have been running), and when its first token was there.
+mean equal tokens from the beginning up to there. The numbers are hashes under a secret that is
+never written down, so a trace reveals which requests share a prefix and nothing else. `id` and the
+fields after it say how the request fared and are not played again: when the front sent it to the
+engine, when the engine queued it (a step may have been running), and when its first token was
+there.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ class Recorder:
 
 
 def read(source: str) -> list[TraceEntry]:
-    """Read a file, or make a synthetic trace such as poisson:rate=4,n=100. The entries are in order of
-    arrival, the first at 0."""
+    """Read a file, or make a synthetic trace such as poisson:rate=4,n=100. The entries are in order
+    of arrival, the first at 0."""
     entries = list(_synthetic(source) if source.startswith("poisson:") else _lines(source))
     if not entries:
         raise InvalidRequest(f"{source} has no requests", "trace")
@@ -189,8 +190,8 @@ def _synthetic(spec: str) -> Iterator[TraceEntry]:
     """Make a trace with random arrivals.
 
     rate: requests per second. n: number of requests. prompt, output: lengths, A-B for a uniform
-    distribution. shared: tokens that the prompts of a group begin with, and groups: how many groups.
-    urgent: fraction of requests with priority -1. tenants: number of tenants."""
+    distribution. shared: tokens that the prompts of a group begin with, and groups: how many
+    groups. urgent: fraction of requests with priority -1. tenants: number of tenants."""
     given = _parse_spec(spec)
     rate = _number("rate", given, float)
     urgent = _number("urgent", given, float)

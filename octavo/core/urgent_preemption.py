@@ -76,7 +76,7 @@ class UrgentPreemption:
         # Sequences paused in the last step, and no prompt advanced.
         self.paused_without_progress = False
 
-    # ---- before a step -----------------------------------------------------------------------------
+    # ---- before a step ---------------------------------------------------------------------------
 
     def shape(self, token_cap: int, prompt_budget: PromptBudget) -> UrgentStep:
         """Decide which prompts the next step computes. Steps have at most `token_cap` tokens."""
@@ -95,7 +95,7 @@ class UrgentPreemption:
     def _consider(
         self, seq: Sequence, step: UrgentStep, token_cap: int, prompt_budget: PromptBudget
     ) -> bool:
-        """Give a prompt room in the step, if there is any. False: nothing is left for later ones."""
+        """Give a prompt room in the step, if there is any. Returns whether room is left."""
         outranker = next((p for p in step.prompts if self.policy.outranks(p, seq)), None)
         if outranker is not None:
             if outranker not in step.urgent:
@@ -148,7 +148,7 @@ class UrgentPreemption:
         return limit
 
     def _claim(self, seq: Sequence, token_budget: int) -> Claim | None:
-        """Return what the next chunk of a prompt takes. None: it cannot start yet, or it is done."""
+        """Return what the next chunk of a prompt needs, or None if it is done or cannot start."""
         block_size = self.pool.block_size
         if seq.status is Status.RUNNING:
             num_tokens = chunk_size(seq, seq.planned, token_budget)
@@ -213,7 +213,7 @@ class UrgentPreemption:
         self.equals_skipped = bool(skipping)
         return skipping
 
-    # ---- after a step ------------------------------------------------------------------------------
+    # ---- after a step ----------------------------------------------------------------------------
 
     def settle(self, plan: Plan, urgent: tuple[Sequence, ...], positions_before: int) -> None:
         """The plan is complete: note whether an urgent prompt advanced. If none did, no sequence

@@ -30,8 +30,8 @@ class ForwardResult(NamedTuple):
 
 
 def lay_out(items: list[Item]) -> NDArray[np.int32]:
-    """Return slots [S] | number of tokens [S] | first token and end [S + 1] | item of each token [T] |
-    offset of each token in its item [T]."""
+    """Return slots [S] | number of tokens [S] | first token and end [S + 1] | item of each token
+    [T] | offset of each token in its item [T]."""
     pairs = np.array([(item.slot, item.num_tokens) for item in items], dtype=np.int64)
     pairs = pairs.reshape(-1, 2)  # there may be no items
     return _joined(pairs[:, 0], pairs[:, 1])
@@ -40,8 +40,8 @@ def lay_out(items: list[Item]) -> NDArray[np.int32]:
 def lay_out_padded(
     items: list[Item], padding_slot: int, num_items: int, num_tokens: int, num_decoding: int
 ) -> NDArray[np.int32]:
-    """Lay out a batch of fixed size. Items without tokens follow the given ones, and a last item takes
-    the remaining tokens. The first `num_decoding` items have one token each in any case."""
+    """Lay out a batch of fixed size. Items without tokens follow the given ones, and a last item
+    takes the remaining tokens. The first `num_decoding` items have one token each in any case."""
     slots = np.full(num_items, padding_slot)
     counts = np.zeros(num_items, dtype=np.int64)
     counts[:num_decoding] = 1
@@ -130,7 +130,7 @@ def last_tokens(batch: ForwardBatch, items: Tensor, spans: list[Span]) -> Forwar
 
 
 def watch(batch: ForwardBatch, items: Tensor, state: BatchSlots, num_blocks: int) -> Watched:
-    """Prepare to measure the attention of these items over the first `num_blocks` blocks of each."""
+    """Prepare to measure the attention of these items over their first `num_blocks` blocks."""
     return Watched(
         tokens=(batch.query_start[items + 1] - 1).long(),
         lengths=batch.seq_lens[items],

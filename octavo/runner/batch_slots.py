@@ -128,8 +128,8 @@ class BatchSlots:
         self.special_slots: set[int] = set()  # is_special() of their contents
 
     def stage(self, plan: Plan, upload: Upload) -> tuple[slice, slice]:
-        """Add the plan's changes to the step's upload. Returns the slices of the indices into `flat`
-        and of the values."""
+        """Add the plan's changes to the step's upload. Returns the slices of the indices into
+        `flat` and of the values."""
         tables: dict[int, array[int]] = {}
         run_starts: list[int] = []  # index of each contiguous run of values
         runs: list[array[int] | array[float]] = []

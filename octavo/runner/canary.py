@@ -1,9 +1,9 @@
-"""The KV canary finds blocks that two sequences use at once. For debugging: it waits for the device in
-each step.
+"""The KV canary finds blocks that two sequences use at once. For debugging: it waits for the device
+in each step.
 
-Each KV position has a mark: a hash of its token, its position and all tokens before it. A step first
-compares the marks of everything its items are about to read with the marks that the tokens of their
-slots give, then writes its own.
+Each KV position has a mark: a hash of its token, its position and all tokens before it. A step
+first compares the marks of everything its items are about to read with the marks that the tokens of
+their slots give, then writes its own.
 
     mark(p) = sum over i <= p of (token[i] + 1) * weight[i]     modulo 2^64: a running sum suffices
 """

@@ -1,8 +1,8 @@
 """Verifies contents from disk on the device, when they are loaded.
 
 Computing checksums takes a reader thread on the host a third of its time; the device does it in
-microseconds, on the block it has just loaded. Called by the engine's thread, except for `expect` and
-`forget`, whose callers hold the host block's lock.
+microseconds, on the block it has just loaded. Called by the engine's thread, except for `expect`
+and `forget`, whose callers hold the host block's lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Expected(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """Checksums of loaded blocks on their way to the host, to be compared with those of the records."""
+    """Checksums of loaded blocks that are copied to the host and compared with the records."""
 
     expected: dict[int, Expected]  # by host block
     sums: Download  # [host blocks, pages] int64

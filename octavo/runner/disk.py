@@ -1,15 +1,16 @@
-"""KV blocks as files: one directory, shared by all servers of a model, kept over restarts, bounded in
-bytes. It knows no device and starts no threads.
+"""KV blocks as files: one directory, shared by all servers of a model, kept over restarts, bounded
+in bytes. It knows no device and starts no threads.
 
     DIRECTORY/kv-<fingerprint>/<hash>.kv             one record per block
     header | tokens [n] int32 | zeros | KV bytes     the header names model, format and content
 
-The fingerprint stands for the weights and for everything else that decides what a block's bytes mean.
-A record is written to a temporary file and renamed into place, so that other servers see all of it or
-nothing. Every read compares every field, every token and the checksums of KV and of the rest: anything
-odd is a miss, with a reason, and never wrong bytes. A caller that computes KV checksums faster than
-this file (checksums.py) skips that part and compares with the record's `kv_checksum`. KV begins on a
-page of its own, because the system copies aligned pages up to twice as fast.
+The fingerprint stands for the weights and for everything else that decides what a block's bytes
+mean. A record is written to a temporary file and renamed into place, so that other servers see all
+of it or nothing. Every read compares every field, every token and the checksums of KV and of the
+rest: anything odd is a miss, with a reason, and never wrong bytes. A caller that computes KV
+checksums faster than this file (checksums.py) skips that part and compares with the record's
+`kv_checksum`. KV begins on a page of its own, because the system copies aligned pages up to twice
+as fast.
 """
 
 from __future__ import annotations
@@ -109,11 +110,11 @@ class Disk:
                 "kv_disk_gib",
             )
 
-    # ---- one record --------------------------------------------------------------------------------
+    # ---- one record ------------------------------------------------------------------------------
 
     def read(self, content_hash: bytes, tokens: array[int], target: memoryview) -> None:
-        """Read the KV of this content into `target` [block_bytes], or raise DiskMiss, after which the
-        target may hold anything."""
+        """Read the KV of this content into `target` [block_bytes], or raise DiskMiss, after which
+        the target may hold anything."""
         record = Record(self, content_hash, tokens)
         try:
             record.read(target)
@@ -125,8 +126,8 @@ class Disk:
         _remove(self.path(content_hash))
 
     def write(self, content_hash: bytes, tokens: array[int], data: memoryview) -> None:
-        """Write the KV of this content, or raise DiskMiss. Removes the least recently used records if
-        the limit is reached."""
+        """Write the KV of this content, or raise DiskMiss. Removes the least recently used records
+        if the limit is reached."""
         header = self._header(content_hash, tokens, data)
         length = len(header) + len(data)
         if self.used_bytes + length > self.max_bytes:
@@ -180,12 +181,12 @@ class Disk:
     def _new_path(self) -> Path:
         return self.folder / f".{os.getpid()}-{next(self._file_numbers)}.tmp"
 
-    # ---- all records -------------------------------------------------------------------------------
+    # ---- all records -----------------------------------------------------------------------------
 
     def sweep(self, needed_bytes: int = 0) -> frozenset[bytes]:
         """Count the records of every model, and remove the least recently used ones if they and
-        `needed_bytes` exceed the limit. Returns the hashes of this model that remain. Touches no file
-        that this class has not named."""
+        `needed_bytes` exceed the limit. Returns the hashes of this model that remain. Touches no
+        file that this class has not named."""
         files = sorted(self._files())
         total = sum(file.size for file in files)
         num_removed = 0
@@ -223,8 +224,8 @@ class Disk:
 
 
 class Record:
-    """A record being read, possibly in parts, in any order and by several threads at once. It counts
-    only after all parts have been read; the header comes with the part at byte 0."""
+    """A record being read, possibly in parts, in any order and by several threads at once. It
+    counts only after all parts have been read; the header comes with the part at byte 0."""
 
     def __init__(self, disk: Disk, content_hash: bytes, tokens: array[int]):
         self.disk = disk
@@ -319,8 +320,8 @@ def _kv_checksum(data: memoryview) -> int:
 
 def checksum_of_sums(page_sums: np.ndarray, tail: memoryview | bytes = b"") -> int:
     """Return the CRC of the sums of each page's 64-bit words, and of the bytes after the last whole
-    page. It notices every flipped bit and every lost or moved page, at ten times the speed of a CRC of
-    all bytes."""
+    page. It notices every flipped bit and every lost or moved page, at ten times the speed of a CRC
+    of all bytes."""
     return zlib.crc32(tail, zlib.crc32(page_sums.tobytes()))
 
 

@@ -1,15 +1,15 @@
 """Steps as CUDA graphs: all kernels of a step in one launch. No other file knows that graphs exist.
 
-A step launches some 250 kernels. From Python that takes longer than a small step computes: 17 ms for
-Qwen3-0.6B, of which one decode step takes 1. A graph has a fixed size, so there is a ladder of sizes,
-and a step takes the next larger one:
+A step launches some 250 kernels. From Python that takes longer than a small step computes: 17 ms
+for Qwen3-0.6B, of which one decode step takes 1. A graph has a fixed size, so there is a ladder of
+sizes, and a step takes the next larger one:
 
     decode     every item is one token, sampled in the graph. The rest is padded with the padding
                slot, at position 0 of block 0
     mixed      up to 512 tokens of any items, sampled in the graph too. The rest is padded with one
                more item of the padding slot
-    piggyback  like mixed, up to 640 tokens, and the first items are one token each: attention treats
-               those as decoding. Further decoding sequences are items like any other
+    piggyback  like mixed, up to 640 tokens, and the first items are one token each: attention
+               treats those as decoding. Further decoding sequences are items like any other
 
 Attention lengths, tokens and block tables are read from device memory when the graph runs.
 """
@@ -86,11 +86,11 @@ class StepGraphs:
         host = torch.empty(1, dtype=torch.int32, pin_memory=True)
         self.copy_to_host(host, self.batch_slots.ints[0, :1])
 
-    # ---- decode ------------------------------------------------------------------------------------
+    # ---- decode ----------------------------------------------------------------------------------
 
     def is_decode(self, plan: Plan) -> bool:
-        """Return whether a step only decodes: one token per item, no new slots, copies or loads. Stores
-        run before it."""
+        """Return whether a step only decodes: one token per item, no new slots, copies or loads.
+        Stores run before it."""
         if not plan.items or plan.new_slots or plan.copies or plan.loads:
             return False
         return all(item.num_tokens == 1 and item.sample for item in plan.items)
@@ -142,11 +142,11 @@ class StepGraphs:
         forward = ForwardResult(slots, logits, seq_lens)
         return forward._replace(tokens=choose(forward, state, self.model.ops))
 
-    # ---- mixed -------------------------------------------------------------------------------------
+    # ---- mixed -----------------------------------------------------------------------------------
 
     def find_mixed_shape(self, items: list[Item]) -> GraphShape | None:
-        """Return the smallest graph that these items fit in, if there is one; of equal sizes the one
-        with the most decoding items."""
+        """Return the smallest graph that these items fit in, if there is one; of equal sizes the
+        one with the most decoding items."""
         if any(item.prompt_logprobs is not None for item in items):
             return None
         num_tokens = sum(item.num_tokens for item in items)
@@ -180,7 +180,8 @@ class StepGraphs:
         return captured.replay(num_items)
 
     def run_mixed(self, inputs: Tensor, shape: GraphShape) -> ForwardResult:
-        """Compute a mixed step: logits and tokens of every item's last token. `inputs` are lay_out()'s."""
+        """Compute a mixed step: logits and tokens of every item's last token. `inputs` come from
+        lay_out()."""
         num_items = shape.items
         layout = inputs[:-num_items]
         is_sampled = inputs[-num_items:]
@@ -198,7 +199,7 @@ class StepGraphs:
         forward = ForwardResult(batch.slots, logits, batch.seq_lens)
         return forward._replace(tokens=choose(forward, state, self.model.ops, is_sampled))
 
-    # ---- capture -----------------------------------------------------------------------------------
+    # ---- capture ---------------------------------------------------------------------------------
 
     def _graph_for(self, shape: GraphShape) -> StepGraph:
         if shape not in self.graphs:

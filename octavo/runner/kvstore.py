@@ -1,5 +1,5 @@
-"""The KV tensor. Its first dimension is the block: one contiguous record across all layers, so that a
-copy of a block on the device, to the host or to disk is a single copy of `tensor[block]`.
+"""The KV tensor. Its first dimension is the block: one contiguous record across all layers, so that
+a copy of a block on the device, to the host or to disk is a single copy of `tensor[block]`.
 
 Block 0 is padding. Models receive `view`:
 
@@ -61,7 +61,7 @@ def _allocate(
     except RuntimeError as error:
         gib = num_blocks * block_shape.numel() * dtype.itemsize / 2**30
         raise NotEnoughMemory(
-            f"a KV pool of {num_blocks - 1} blocks takes {gib:.2f} GiB, which {device} cannot give: "
-            "lower num_blocks, max_model_len or gpu_memory_utilization, or compress it "
+            f"a KV pool of {num_blocks - 1} blocks takes {gib:.2f} GiB, which {device} cannot "
+            "give: lower num_blocks, max_model_len or gpu_memory_utilization, or compress it "
             "(kv_cache_dtype int8 or fp8)"
         ) from error

@@ -189,7 +189,7 @@ class Runner:
         if self.graphs is not None:
             self.graphs.capture_all()
 
-    # ---- launch ------------------------------------------------------------------------------------
+    # ---- launch ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> StepHandle:
@@ -311,8 +311,8 @@ class Runner:
             self.canary.check_step(plan, self.batch_slots)
 
     def _shift(self, blocks: Tensor, positions: int) -> None:
-        """Rotate the keys of blocks back by some positions. Consecutive layers with the same rotation
-        are shifted together: all of them, unless a model has two kinds of layers."""
+        """Rotate the keys of blocks back by some positions. Consecutive layers with the same
+        rotation are shifted together: all of them, unless a model has two kinds of layers."""
         kv = self.kv.view
         assert isinstance(kv, Tensor)
         angles = [self.model.angles(layer) for layer in range(self.model.config.num_layers)]
@@ -323,7 +323,7 @@ class Runner:
             layer_kv = kv[:, layers[0] : layers[-1] + 1]
             self.model.ops.shift(layer_kv, blocks, positions, layer_angles)
 
-    # ---- forward and sample ------------------------------------------------------------------------
+    # ---- forward and sample ----------------------------------------------------------------------
 
     def _run_eagerly(self, plan: Plan, staged: StagedStep, sent: Tensor) -> StepHandle:
         """Run the forward pass kernel by kernel, and sample."""

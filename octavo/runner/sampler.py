@@ -1,5 +1,5 @@
-"""From logits to tokens: masks, min_tokens, bias, penalties, temperature, min-p, top-k, top-p, then the
-choice. Stateless.
+"""From logits to tokens: masks, min_tokens, bias, penalties, temperature, min-p, top-k, top-p, then
+the choice. Stateless.
 
 A token depends on (logits, parameters, seed, position) and on nothing else: neither on the other
 items of the step, nor on how the work was cut into steps. The noise of the choice is a hash of
@@ -92,9 +92,9 @@ def is_filtered(params: SamplingParams) -> bool:
 def choose(
     forward: ForwardResult, state: BatchSlots, ops: Ops, sampled: Tensor | None = None
 ) -> Tensor:
-    """Sample a token for each item and write it to the item's slot. Returns [R] (int32), -1 where no
-    logit is finite. `sampled` [R] (int32): 0 for an item whose next token is known, whose slot stays
-    as it is."""
+    """Sample a token for each item and write it to the item's slot. Returns [R] (int32), -1 where
+    no logit is finite. `sampled` [R] (int32): 0 for an item whose next token is known, whose slot
+    stays as it is."""
     positions = forward.lengths
     if state.is_bounded:  # the noise goes by the position in the text, or it would repeat
         dropped = state.ints[forward.slots.long(), IntColumn.DROPPED_TOKENS]
@@ -205,8 +205,8 @@ def penalise(
     frequency: Tensor,
     repetition: Tensor,
 ) -> Tensor:
-    """Lower the logits of tokens [R, L] that have occurred. The repetition penalty counts prompt and
-    output, the others the output alone."""
+    """Lower the logits of tokens [R, L] that have occurred. The repetition penalty counts prompt
+    and output, the others the output alone."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
     is_known = positions < lengths[:, None]
     is_output = is_known & (positions >= prompt_len[:, None])
@@ -242,9 +242,9 @@ def keep_likely(
 def logprobs_of(
     logits: Tensor, tokens: Tensor, num_top: int, named: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (logprob [R], rank [R], ids [R, n], logprobs [R, n]) of tokens [R] under logits [R, V] as
-    the model gave them, before any parameter changed them. The columns are the likeliest `num_top`
-    tokens, or fewer if the vocabulary is smaller, then those of `named` [R, m]."""
+    """Return (logprob [R], rank [R], ids [R, n], logprobs [R, n]) of tokens [R] under logits [R, V]
+    as the model gave them, before any parameter changed them. The columns are the likeliest
+    `num_top` tokens, or fewer if the vocabulary is smaller, then those of `named` [R, m]."""
     logprobs = logits.float().log_softmax(1)
     chosen = logprobs.gather(1, tokens.long().clamp_(min=0)[:, None])
     rank = (logprobs > chosen).sum(1) + 1

@@ -8,8 +8,8 @@ from typing import NamedTuple
 # Token counts of graphs for any items.
 MIXED_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 512]
 MAX_PREFILL_ITEMS = 64  # items that the graph does not treat as decoding
-# Token counts of graphs in which prompts piggyback on decoding sequences. On an H200 matrix products
-# waste little in these: 640 tokens take less than twice the time of 320.
+# Token counts of graphs in which prompts piggyback on decoding sequences. On an H200 matrix
+# products waste little in these: 640 tokens take less than twice the time of 320.
 PIGGYBACK_SIZES = [192, 320, 640]
 PIGGYBACK_DECODING = range(32, 257, 32)  # decoding sequences in such a graph
 
@@ -33,7 +33,7 @@ class GraphShape(NamedTuple):
 
 
 def decode_sizes(max_slots: int) -> list[int]:
-    """Return the sizes of decode graphs. Above 128 sequences at most an eighth of a graph is padding."""
+    """Return the sizes of decode graphs. Above 128 sequences at most an eighth is padding."""
     sizes = [1, 2, 4, 8, 16]
     size = 16
     while size < max_slots:
@@ -48,8 +48,8 @@ def decode_sizes(max_slots: int) -> list[int]:
 
 
 def mixed_shapes(max_slots: int, max_tokens: int) -> list[GraphShape]:
-    """Return the shapes of mixed graphs, smallest first; of equal sizes the one with the most decoding
-    items comes first."""
+    """Return the shapes of mixed graphs, smallest first; of equal sizes the one with the most
+    decoding items comes first."""
     shapes = [GraphShape(0, size) for size in MIXED_SIZES]
     for size in PIGGYBACK_SIZES:
         for decoding in PIGGYBACK_DECODING:
@@ -60,8 +60,7 @@ def mixed_shapes(max_slots: int, max_tokens: int) -> list[GraphShape]:
 
 
 def held_logits(max_slots: int, max_tokens: int) -> int:
-    """Return how many rows of logits stay in memory once all graphs are captured: each graph has its
-    own."""
+    """Return how many rows of logits all captured graphs keep in memory. Each has its own."""
     decode_rows = sum(decode_sizes(max_slots))
     mixed_rows = sum(shape.items for shape in mixed_shapes(max_slots, max_tokens))
     return decode_rows + mixed_rows

@@ -1,9 +1,9 @@
-"""Copies of KV blocks between device and host memory: a stream of their own, page-locked memory, and a
-timer of a step's copies. It knows streams and events, no threads and no disk.
+"""Copies of KV blocks between device and host memory: a stream of their own, page-locked memory,
+and a timer of a step's copies. It knows streams and events, no threads and no disk.
 
-A store is two copies: into a staging buffer on the step's own stream, at the speed of device memory,
-and from there to the host on another stream, while the step computes. A load waits for the store that
-filled its host block and then runs on the step's stream.
+A store is two copies: into a staging buffer on the step's own stream, at the speed of device
+memory, and from there to the host on another stream, while the step computes. A load waits for the
+store that filled its host block and then runs on the step's stream.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class StoreStaging:
     """The staging buffer, in two halves: one is filled while the other drains."""
 
     def __init__(self, kv: Tensor, host_buffers: Tensor, buffer_of: list[int], staging_bytes: int):
-        """kv [blocks, ...] and host_buffers [buffers, ...] hold the same kind of block. `buffer_of` is
-        the current buffer of each host block, at any time. `staging_bytes` is for both halves."""
+        """kv [blocks, ...] and host_buffers [buffers, ...] hold the same kind of block. `buffer_of`
+        is the current buffer of each host block, at any time. `staging_bytes` is for both
+        halves."""
         self.kv = kv
         self.host_buffers = host_buffers
         self.buffer_of = buffer_of

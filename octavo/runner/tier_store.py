@@ -11,9 +11,10 @@ its generation is the one the thread was asked for.
 
 Host memory has one buffer per host block, and one spare buffer per reader thread. A record is read
 into a spare buffer, which then changes places with the host block's own. Nothing is copied, and a
-read that never returns blocks no host block. Threads never call CUDA, which would break a graph that
-is being captured: they learn of a host block once its store is over. On a GPU the readers compute no
-checksums; loads do (checksums.py). This file knows host blocks and hashes; core knows who needs them.
+read that never returns blocks no host block. Threads never call CUDA, which would break a graph
+that is being captured: they learn of a host block once its store is over. On a GPU the readers
+compute no checksums; loads do (checksums.py). This file knows host blocks and hashes; core knows
+who needs them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ PART_BYTES = 4 << 20
 # Readers per core. With one on every core, the engine's thread learns late of what has arrived.
 READERS_PER_CORE = 0.75
 DISK_TIMEOUT = 2.0  # seconds without progress after which pending fetches are given up
-# Seconds that readers wait for another to open a file. A file that hangs blocks one reader, and those
-# with other parts of it no longer than this.
+# Seconds that readers wait for another to open a file. A file that hangs blocks one reader, and
+# those with other parts of it no longer than this.
 OPEN_TIMEOUT = DISK_TIMEOUT / 10
 # Seconds to collect disk events when there is nothing else to do. A step for each event would take
 # the interpreter away from the readers.
@@ -61,9 +62,9 @@ WARNING_INTERVAL = 60.0  # seconds between two warnings of one kind
 
 
 class RecordRead:
-    """A record on its way into a buffer. Any reader takes the next part, in order, and the reader of
-    the first part opens the file. At most one record under way has parts that no reader has taken, so
-    there are never more of them than readers."""
+    """A record on its way into a buffer. Any reader takes the next part, in order, and the reader
+    of the first part opens the file. At most one record under way has parts that no reader has
+    taken, so there are never more of them than readers."""
 
     def __init__(self, fetch: Fetch, generation: int, num_parts: int):
         self.fetch = fetch
@@ -101,9 +102,9 @@ class TierStore:
         staging_bytes: int = 0,
         verify_on_load: bool | None = None,
     ):
-        """`staging_bytes`: device memory for stores on their way; at least two blocks are allocated.
-        `verify_on_load`: records are verified when they are loaded, not when they are read; the
-        default on a GPU."""
+        """`staging_bytes`: device memory for stores on their way; at least two blocks are
+        allocated. `verify_on_load`: records are verified when they are loaded, not when they are
+        read; the default on a GPU."""
         self.kv = kv.tensor
         self.disk = disk
         self.num_host_blocks = num_host_blocks
@@ -157,7 +158,7 @@ class TierStore:
         for thread in self._threads:
             thread.start()
 
-    # ---- a step ------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def begin(self, plan: Plan) -> None:
         """Start the step's stores, saves and fetches. Runs before anything else of the step."""
@@ -206,8 +207,8 @@ class TierStore:
         return verification
 
     def corrupt_blocks(self, verification: Verification) -> set[int]:
-        """Return the host blocks whose records were corrupt, and remove those records. The step must
-        be over."""
+        """Return the host blocks whose records were corrupt, and remove those records. The step
+        must be over."""
         corrupt = verification.corrupt()
         for content_hash in corrupt.values():
             self._warn("corrupt", "KV on disk: corrupt: checksum of KV")
@@ -215,8 +216,8 @@ class TierStore:
         return set(corrupt)
 
     def collect_events(self, wait: bool) -> list[DiskEvent]:
-        """Return what the disk has done since the last call, each fetch once. `wait`: up to EVENT_WAIT
-        seconds, unless every fetch is answered."""
+        """Return what the disk has done since the last call, each fetch once. `wait`: up to
+        EVENT_WAIT seconds, unless every fetch is answered."""
         while self._deferred and self._deferred[0][0].query():
             _, then = self._deferred.popleft()
             then()
@@ -263,7 +264,7 @@ class TierStore:
         return events
 
     def _when_stored(self, host_block: int, then: Callable[[], None]) -> None:
-        """Call `then` at once, or from collect_events() after the host block's last store is done."""
+        """Call `then` at once, or in collect_events() after the last store of the host block."""
         event = self._staging.stored.get(host_block) if self._staging is not None else None
         if event is None or event.query():
             then()
@@ -271,8 +272,8 @@ class TierStore:
             self._deferred.append((event, then))
 
     def _new_generation(self, host_block: int) -> int:
-        """A new content comes into the host block. Waits for a thread that copies out of it: about a
-        millisecond."""
+        """A new content comes into the host block. Waits for a thread that copies out of it: about
+        a millisecond."""
         with self._locks[host_block]:
             if self.checksums is not None:
                 self.checksums.forget(host_block)
@@ -280,7 +281,7 @@ class TierStore:
             self._generations[host_block] = self._last_generation
             return self._last_generation
 
-    # ---- threads -----------------------------------------------------------------------------------
+    # ---- threads ---------------------------------------------------------------------------------
 
     def _read_loop(self) -> None:
         assert self.disk is not None

@@ -87,7 +87,7 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Open the port. The server opens it first, so that an error of the port is reported at once."""
+    """Open the port. The server does this first, so that an error is reported at once."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM
@@ -100,8 +100,8 @@ def listen(config: ServeConfig) -> socket.socket:
     if not (is_loopback(str(address[0])) or config.keys_file or config.allow_unauthenticated):
         found.close()
         raise ServeError(
-            f"{config.host} can be reached from other machines, and no API keys are set: give --api-keys FILE, or say that "
-            "anybody may use the server with --allow-unauthenticated"
+            f"{config.host} can be reached from other machines, and no API keys are set: use "
+            "--api-keys FILE, or let everyone use the server with --allow-unauthenticated"
         )
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -144,7 +144,7 @@ def listen_health(address: tuple[str, int], port: int, watchdog: LoopWatchdog) -
         return HealthServer((address[0], port), watchdog)
     except OSError as error:
         raise ServeError(
-            f"cannot listen on port {port} for /livez ({error.strerror}): give another --health-port"
+            f"cannot listen on port {port} for /livez ({error.strerror}): use another --health-port"
         ) from None
 
 
@@ -252,12 +252,16 @@ class Server:
             self.say(self.front, self.port)
 
     async def _drain(self) -> None:
-        """The server is no longer ready; open requests may finish."""
+        """Accept no more requests, and wait for open requests until the drain timeout."""
         client = self.front.client
         client.draining = True
         if client.calls:
-            waits = f"finishing {len(client.calls)} open requests, for at most {self.config.drain_timeout:g} s"
-            log.warning("shutting down: %s; another Ctrl-C or SIGTERM ends them now", waits)
+            log.warning(
+                "shutting down: %d open requests may finish within %g s; another Ctrl-C or "
+                "SIGTERM ends them now",
+                len(client.calls),
+                self.config.drain_timeout,
+            )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_timeout):
                 while client.calls and not self._cut.is_set():

@@ -1,4 +1,5 @@
-"""This package tokenizes prompts, detokenizes output, finds stop strings and renders chat templates.
+"""This package tokenizes prompts, detokenizes output, finds stop strings and renders chat
+templates.
 
 Nothing in it imports torch.
 """

@@ -1,4 +1,5 @@
-"""Measures chains of definitions: grammar rules that name other rules, schemas that refer to others.
+"""Measures chains of definitions: grammar rules that name other rules, schemas that refer to
+others.
 
 llguidance compiles definitions recursively, so the depth decides how much stack it needs.
 """

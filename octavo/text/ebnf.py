@@ -3,8 +3,8 @@
     root ::= "[" item ("," item)* "]"       # a comment
     item ::= [a-z]+ | root
 
-Literals, character sets, groups, alternatives and the repetitions ? * + {m} {m,} {m,n} have the same
-meaning as there.
+Literals, character sets, groups, alternatives and the repetitions ? * + {m} {m,} {m,n} have the
+same meaning as there.
 
 llguidance distinguishes rules from terminals. Its parser follows rules. An automaton follows
 terminals, which is far cheaper and takes the longest match. So every expression that does not lead
@@ -58,7 +58,7 @@ def ebnf_to_lark(grammar: str) -> str:
     return _Writer(rules).to_lark()
 
 
-# ---- expressions ----------------------------------------------------------------------------------
+# ---- expressions ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

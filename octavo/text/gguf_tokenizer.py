@@ -150,7 +150,7 @@ def _backend(
 def _add_tokens(
     backend: Tokenizer, tokens: list[str], token_types: list[int], named_tokens: list[str]
 ) -> None:
-    """Add the special tokens, which are control tokens and named tokens, and user-defined tokens."""
+    """Add user-defined tokens and the special tokens, which are control tokens and named ones."""
     typed_tokens = list(zip(tokens, token_types, strict=True))
     control_tokens = [token for token, token_type in typed_tokens if token_type == CONTROL]
     special_tokens = dict.fromkeys([*control_tokens, *named_tokens])  # in order, without duplicates

@@ -34,8 +34,8 @@ from octavo.types import Guide
 
 COMPILE_TIMEOUT = 5.0  # seconds that one compilation may take
 MAX_THREADS = 2
-# llguidance recurses on the native stack. The deepest specs that schema.MAX_DEPTH allows take 16 MB.
-# Only virtual memory is reserved.
+# llguidance recurses on the native stack. The deepest specs that schema.MAX_DEPTH allows take 16
+# MB. Only virtual memory is reserved.
 STACK_BYTES = 256 * 2**20
 MAX_ABANDONED_THREADS = 6  # replaced after a timeout; beyond this number, new specs wait
 CACHE_BYTES = 256 * 2**20
@@ -48,8 +48,8 @@ GUIDE_BYTES = 64 * 2**10
 BYTES_PER_CHARACTER = 160
 BYTES_PER_TOKEN = 16 * 2**10
 MAX_GUIDE_TOKENS = 4096
-# A guide runs in the main thread of the engine, so a slow guide fails. JSON takes 0.01 to 5 ms for a
-# token. Ambiguous grammars take longer with each token, up to seconds with the default limits of
+# A guide runs in the main thread of the engine, so a slow guide fails. JSON takes 0.01 to 5 ms for
+# a token. Ambiguous grammars take longer with each token, up to seconds with the default limits of
 # llguidance.
 MAX_TOKEN_SECONDS = 0.03  # CPU time
 PARSER_LIMITS = dict(
@@ -271,7 +271,8 @@ class LLGuide:
         if time.thread_time() - started > MAX_TOKEN_SECONDS:
             self.usage.failed = True
             raise GuideError(
-                "structured_outputs take too long to follow: the grammar is too ambiguous, simplify it"
+                "structured_outputs take too long to follow, because the grammar is too ambiguous: "
+                "simplify it"
             )
 
     def copy(self) -> LLGuide:

@@ -4,9 +4,9 @@
     close_objects(schema)            allows only the property names that the schema lists
     has_open_names(schema)           returns whether an object may still have other names
 
-JSON Schema leaves every object open: an object may have properties that the schema does not mention.
-A model that may invent properties does so. Therefore, as in other servers, additionalProperties is
-false where a schema does not set it.
+JSON Schema leaves every object open: an object may have properties that the schema does not
+mention. A model that may invent properties does so. Therefore, as in other servers,
+additionalProperties is false where a schema does not set it.
 """
 
 from __future__ import annotations

@@ -177,7 +177,8 @@ class Tokenizer:
         """Return the ids of a text.
 
         `add_special_tokens` adds BOS and EOS if the model uses them. With `parse_special`, special
-        tokens in the text, such as <|im_start|>, become those tokens. Otherwise they are characters.
+        tokens in the text, such as <|im_start|>, become those tokens. Otherwise they are
+        characters.
         """
         token_ids = self._encode_ids(self.backend, text)
         return self._finish_encoding(text, token_ids, add_special_tokens, parse_special)
@@ -212,7 +213,8 @@ class Tokenizer:
             return token_ids
         if self.bos_id is None:
             raise InvalidRequest(
-                "the prompt is empty, and this model has no BOS token to start from: send some text",
+                "the prompt is empty, and this model has no BOS token to start from: "
+                "send some text",
                 "prompt",
             )
         return [self.bos_id]
@@ -422,7 +424,8 @@ class Tokenizer:
             templates = _chat_templates(path, config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ModelError(
-                f"{path / 'tokenizer_config.json'} is not a valid tokenizer configuration: {error!r}"
+                f"{path / 'tokenizer_config.json'} is not a valid tokenizer configuration: "
+                f"{error!r}"
             ) from error
         if isinstance(backend.post_processor, processors.ByteLevel | None):
             # These post-processors do not decide about BOS and EOS. Others do, even if they add

@@ -58,8 +58,9 @@ class ToolParser:
     split.
 
     A state is a method that gets the text and a position in it, and returns the position up to
-    which it has read. A state that neither moves nor changes waits for more text. It then reads the text
-    from that position again, which is never longer than a short header. Subclasses read the calls.
+    which it has read. A state that neither moves nor changes waits for more text. It then reads the
+    text from that position again, which is never longer than a short header. Subclasses read the
+    calls.
     """
 
     def __init__(self, format: ToolFormat, tools: Mapping[str, Any], parallel: bool = True):

@@ -220,8 +220,8 @@ class ChunkWriter:
     def role(self, index: int, collector: Collector) -> bytes:
         """Return the first chunk of a choice of a chat, followed by its prefix if it has one."""
         first = (
-            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-            % index
+            b'{"index":%d,"delta":{"role":"assistant","content":""},'
+            b'"logprobs":null,"finish_reason":null}' % index
         )
         extra: dict[str, Any] = {}
         if self.shape.token_ids:
