@@ -524,7 +524,7 @@ def from_keywords(keywords: dict[str, Any]) -> EngineOptions:
     )
     if unknown:
         raise InvalidRequest(
-            f"LLM does not know how to honour: {', '.join(unknown)}. Leave them out", unknown[0]
+            f"LLM does not support these options: {', '.join(unknown)}. Remove them", unknown[0]
         )
     if others:
         log.info("options without effect here: %s", ", ".join(sorted(others)))
