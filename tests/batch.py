@@ -1,4 +1,5 @@
-"""Paged batches by hand: what the runner prepares in a real step, for tests that call a model or an op directly."""
+"""Paged batches by hand: what the runner prepares in a real step, for tests that call a model or an
+op directly."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from octavo.runner.kvstore import KVStore
 
 
 def scattered_tables(lengths: Sequence[int], block_size: int, seed: int = 0) -> list[list[int]]:
-    """A block table for each sequence, over blocks 1, 2, ... in random order: neighbours are never neighbours in memory."""
+    """A block table for each sequence, over blocks 1, 2, ... in random order: neighbours are never
+    neighbours in memory."""
     widths = [-(-length // block_size) for length in lengths]
     blocks = list(range(1, sum(widths) + 1))
     random.Random(seed).shuffle(blocks)
@@ -29,7 +31,8 @@ def empty_kv(
     device: str,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """[N, layers, 2, Hk, B, D] with a NaN in every slot: what is read without having been written shows."""
+    """[N, layers, 2, Hk, B, D] with a NaN in every slot: what is read without having been written
+    shows."""
     blocks = 1 + max(map(max, tables))
     if dtype in LARGEST:
         store = KVStore(config, CacheConfig(block_size, blocks - 1), dtype, torch.device(device))
@@ -48,8 +51,9 @@ def make_batch(
     device: str,
     slack: int = 0,
 ) -> ForwardBatch:
-    """One item a chunk (token ids, first position), each with its table. Logits are wanted of every token. `slack` is added to
-    what the host believes of the lengths, as happens with steps in flight."""
+    """One item a chunk (token ids, first position), each with its table. Logits are wanted of every
+    token. `slack` is added to what the host believes of the lengths, as happens with steps in
+    flight."""
     ids, positions, slots, spans, starts = [], [], [], [], [0]
     for (tokens, start), table in zip(chunks, tables, strict=True):
         where = range(start, start + len(tokens))

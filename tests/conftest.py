@@ -1,6 +1,8 @@
-"""What every test runs under: one thread a worker, no downloads, no time limits that a busy machine would break.
+"""What every test runs under: one thread a worker, no downloads, no time limits that a busy machine
+would break.
 
-Imports nothing but pytest and the standard library, because the GPU reference machine has little more.
+Imports nothing but pytest and the standard library, because the GPU reference machine has little
+more.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import pytest
 
 DEVICE = os.environ.get("OCTAVO_TEST_DEVICE", "cpu")
 
-# Read by libraries when they are first imported, hence set here and for the processes that tests start.
+# Read by libraries when they are first imported, hence set here and for the processes that tests
+# start.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
     # `make test` runs one worker a core: more threads only get in each other's way
     os.environ.setdefault(variable, "1")
@@ -24,7 +27,8 @@ if DEVICE == "cpu":
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 
-    # A deadline would test the machine; a fixed seed makes a failure appear for everybody or for nobody.
+    # A deadline would test the machine; a fixed seed makes a failure appear for everybody or for
+    # nobody.
     settings.register_profile("octavo", deadline=None, derandomize=True)
     settings.load_profile("octavo")
 

@@ -1,9 +1,11 @@
-"""A runner without tensors. Its 'attention' reads every earlier position through the block table, as a real one would,
-so any mistake in blocks, copies, rows or order changes the tokens. Its results are computed at launch and read later.
+"""A runner without tensors. Its 'attention' reads every earlier position through the block table,
+as a real one would, so any mistake in blocks, copies, rows or order changes the tokens. Its results
+are computed at launch and read later.
 
-Host slots hold nothing from the launch of a store until its step is waited for. The disk takes as many steps as its dice say,
-and may fail, lose a record, spoil it or never answer: then the fetch is reported late. A step may fail before it does anything,
-or after all of it; one that is too large for the memory does nothing."""
+Host slots hold nothing from the launch of a store until its step is waited for. The disk takes as
+many steps as its dice say, and may fail, lose a record, spoil it or never answer: then the fetch is
+reported late. A step may fail before it does anything, or after all of it; one that is too large
+for the memory does nothing."""
 
 from __future__ import annotations
 
@@ -174,7 +176,7 @@ class FakeRunner:
             text.append(right if self.dice.random() < 0.7 else self.dice.randrange(oracle.VOCAB))
         return text[len(row.tokens) :]
 
-    # ---- tiers ---------------------------------------------------------------------------------------
+    # ---- tiers -----------------------------------------------------------------------------------
 
     def _own(self, slot: int) -> int:
         self.host[slot] = self.empty
@@ -232,7 +234,7 @@ class FakeRunner:
                 )
         return news
 
-    # ---- the device ----------------------------------------------------------------------------------
+    # ---- the device ------------------------------------------------------------------------------
 
     def _apply(self, plan: Plan) -> None:
         sources = [list(self.kv[a]) for a, _ in plan.copies]  # all are read before any is written

@@ -29,7 +29,8 @@ class _Socket:
 
 
 def read_replies(data: bytes) -> list[Reply]:
-    """All replies in these bytes. Raises HTTPException unless the bytes are whole replies and nothing else.
+    """All replies in these bytes. Raises HTTPException unless the bytes are whole replies and
+    nothing else.
 
     What follows a reply 101 belongs to another protocol and is not read."""
     found = []

@@ -1,7 +1,9 @@
-"""The naive engine: one request at a time, no cache, no batch, no blocks. What the real one must equal, token for token.
+"""The naive engine: one request at a time, no cache, no batch, no blocks. What the real one must
+equal, token for token.
 
-Its model is a hash of everything before the position, so that one wrong, missing or stale KV entry changes the output.
-Its beam search goes by the letter of transformers': every beam with every token of the vocabulary.
+Its model is a hash of everything before the position, so that one wrong, missing or stale KV entry
+changes the output. Its beam search goes by the letter of transformers': every beam with every token
+of the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ EOS = 0
 def model(
     entries: Iterable[tuple[int, int]], seed: int, mask: bytes | None = None, at: int | None = None
 ) -> int:
-    """The next token after the entries (token, position): what logits, seed and sampler are to a real model. `at`: its place in
-    the text, which is what its noise goes by; None: behind the last entry."""
+    """The next token after the entries (token, position): what logits, seed and sampler are to a
+    real model. `at`: its place in the text, which is what its noise goes by; None: behind the last
+    entry."""
     found = list(entries)
     key = (found, seed) if at in (None, len(found)) else (found, seed, at)
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
@@ -90,7 +93,8 @@ def generate(
     guide: Guide | None = None,
     keep: tuple[int, int, int] | None = None,
 ) -> list[int]:
-    """The index-th completion of a request. `keep`: sinks and budget of a cache, and how many tokens leave it when it is full."""
+    """The index-th completion of a request. `keep`: sinks and budget of a cache, and how many
+    tokens leave it when it is full."""
     tokens, seed = list(prompt), child_seed(seed, index)
     guide = guide.copy() if guide else None
     stop = set(params.stop_token_ids or []) | (set() if params.ignore_eos and not guide else {EOS})

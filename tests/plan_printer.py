@@ -1,4 +1,5 @@
-"""Prints plans step by step, for the examples in docs/: what each step does, and what it returns."""
+"""Prints plans step by step, for the examples in docs/: what each step does, and what it
+returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Beam search and best_of with a model: the texts, scores and order of transformers, whatever else is in the batch."""
+"""Beam search and best_of with a model: the texts, scores and order of transformers, whatever else
+is in the batch."""
 
 from __future__ import annotations
 
@@ -252,7 +253,7 @@ def test_the_prompt_is_computed_once_and_shared() -> None:
     assert output.num_cached_tokens == 36
 
 
-# ---- best_of --------------------------------------------------------------------------------------------
+# ---- best_of -------------------------------------------------------------------------------------
 
 
 def test_best_of_gives_the_likeliest_by_token_best_first() -> None:
@@ -282,7 +283,7 @@ def test_as_many_as_asked_for_is_nothing_to_choose_from() -> None:
     assert len(list(llm().stream(PROMPTS[0], SamplingParams(n=3, best_of=3, **params)))) >= 3
 
 
-# ---- refused --------------------------------------------------------------------------------------------
+# ---- refused -------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "more than there are": (dict(n=3, best_of=2), "best_of", "param_out_of_range"),

@@ -1,8 +1,9 @@
-"""The documentation is true: its code runs and prints what the page says, its links lead somewhere, the files, options and
-classes it names exist.
+"""The documentation is true: its code runs and prints what the page says, its links lead somewhere,
+the files, options and classes it names exist.
 
-A page's ```python blocks run in order in one namespace, in an empty directory, as a reader would type them. An ```output block
-right after one is what it prints. `OCTAVO_DOCS=write pytest tests/test_docs.py` writes down what is printed now.
+A page's ```python blocks run in order in one namespace, in an empty directory, as a reader would
+type them. An ```output block right after one is what it prints. `OCTAVO_DOCS=write pytest
+tests/test_docs.py` writes down what is printed now.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ ADDRESS = "127.0.0.1:8000"  # tests/serve/test_snippets.py runs them all against
 
 FENCED = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
-# A path below the root (`octavo/core/blocks.py`, `tests/`, `octavo/ops/__init__.py:select`) or a dotted name.
+# A path below the root (`octavo/core/blocks.py`, `tests/`, `octavo/ops/__init__.py:select`) or a
+# dotted name.
 FILE = re.compile(r"`(?P<path>(?:octavo|tests|docs)/[\w./-]*)(?:::?\w+)?`")
 MODULE = re.compile(r"`(?P<name>(?:octavo|tests)(?:\.\w+)+)(?:\(\))?`")
 
@@ -66,7 +68,8 @@ def lines_of(text: str) -> list[str]:
 
 
 def run(page: Path, namespace: dict[str, object]) -> str:
-    """Run the page's blocks, and return the page with what they print in place of what it says they print."""
+    """Run the page's blocks, and return the page with what they print in place of what it says they
+    print."""
     text = page.read_text(encoding="utf-8")
     found: list[Block] = list(blocks(text))
     printed, at = [], 0

@@ -1,4 +1,5 @@
-"""The embedded model through the whole engine: the text transformers would write, and sensible English."""
+"""The embedded model through the whole engine: the text transformers would write, and sensible
+English."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def theirs() -> Any:
 
 
 def test_twenty_greedy_answers_equal_transformers(theirs: Any) -> None:
-    """At every position of our answer its next token is the likeliest under transformers' logits, with nothing close to it:
-    so transformers' own greedy loop takes the same path."""
+    """At every position of our answer its next token is the likeliest under transformers' logits,
+    with nothing close to it: so transformers' own greedy loop takes the same path."""
     llm = LLM(quantization="none", progress=False, max_num_seqs=20, max_model_len=256)
     chats = [[{"role": "user", "content": q}] for q in QUESTIONS]
     answers = llm.chat(chats, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)

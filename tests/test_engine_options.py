@@ -122,5 +122,7 @@ def test_options_of_vllm_without_effect_are_accepted_and_logged(
 
 @pytest.mark.parametrize("given", [{"tensor_parallel_size": 2}, {"enable_lora": True}, {"no": 1}])
 def test_options_that_would_have_an_effect_are_refused_by_name(given: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match=f"does not support these options: {next(iter(given))}"):
+    with pytest.raises(
+        InvalidRequest, match=f"does not support these options: {next(iter(given))}"
+    ):
         from_keywords(given)

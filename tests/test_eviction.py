@@ -1,4 +1,5 @@
-"""Bounded KV with real models: what a sequence says equals a naive loop that keeps the same tokens, at the same positions."""
+"""Bounded KV with real models: what a sequence says equals a naive loop that keeps the same tokens,
+at the same positions."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def turn_back(keys: Tensor, by: int, frequencies: Tensor) -> Tensor:
 def naive(
     architecture: str, prompt: list[int], count: int, sinks: int = SIZE
 ) -> list[tuple[int, Tensor]]:
-    """Tokens and logits, in float64. Its cache is a tensor a layer; a block leaves it and the keys behind turn back."""
+    """Tokens and logits, in float64. Its cache is a tensor a layer; a block leaves it and the keys
+    behind turn back."""
     from transformers import DynamicCache
 
     model = copy.deepcopy(hf_model(architecture)).double()
@@ -116,7 +118,8 @@ def test_a_prompt_that_others_share_stays_in_the_prefix_cache_as_it_was() -> Non
 
 
 def test_noise_goes_by_the_place_in_the_text() -> None:
-    """Where every token is as likely as any other, what is drawn is noise alone: it must not come again after 8 tokens."""
+    """Where every token is as likely as any other, what is drawn is noise alone: it must not come
+    again after 8 tokens."""
     llm = make(max_num_seqs=1)
     llm.model.logits = lambda hidden: torch.zeros(len(hidden), llm.config.vocab_size)  # type: ignore[method-assign]
     tokens = said(
@@ -166,7 +169,8 @@ def test_a_prompt_longer_than_the_budget_is_refused() -> None:
 
 @torch.no_grad()
 def test_mass_is_the_part_of_attention_that_a_block_gets() -> None:
-    """Of one layer and one token: what attention gives where the values of a block are ones and all others zeros."""
+    """Of one layer and one token: what attention gives where the values of a block are ones and all
+    others zeros."""
     from octavo.ops import ForwardBatch, Span, Watched
     from octavo.ops.reference import ReferenceOps
 

@@ -1,4 +1,5 @@
-"""Each option's and each metric's help text is understood alone: --help and Grafana show one at a time."""
+"""Each option's and each metric's help text is understood alone: --help and Grafana show one at a
+time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Engines with compressed KV: the tokens of a naive loop that compresses the same way, whatever the engine does inside."""
+"""Engines with compressed KV: the tokens of a naive loop that compresses the same way, whatever the
+engine does inside."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def ids_of(outputs: list[Any]) -> list[list[list[int]]]:
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_a_batch_equals_the_naive_loop(architecture: str, codes: str, reference: None) -> None:
-    """Chunked prompts, a pool too small for all of them, shared prefixes, steps in flight: token for token."""
+    """Chunked prompts, a pool too small for all of them, shared prefixes, steps in flight: token
+    for token."""
     many, params = prompts(7), SamplingParams(max_tokens=12, **GREEDY)
     want = [[naive(make(architecture, kv_cache_dtype=codes), p, 12)] for p in many]
     for options in SCHEDULES:
@@ -83,8 +85,8 @@ def test_a_batch_equals_the_naive_loop(architecture: str, codes: str, reference:
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain weights", "quantised weights"])
 def test_samples_do_not_depend_on_the_schedule(codes: str, kernels: bool) -> None:
-    """Several completions of a prompt fork its blocks, whose copies must bring their scales along. With quantised weights all
-    layers are one call of the CPU's kernels, where there are any."""
+    """Several completions of a prompt fork its blocks, whose copies must bring their scales along.
+    With quantised weights all layers are one call of the CPU's kernels, where there are any."""
     each = [
         SamplingParams(max_tokens=10, seed=i, n=3, ignore_eos=True, temperature=0.8)
         for i in range(6)
@@ -107,7 +109,8 @@ def test_samples_do_not_depend_on_the_schedule(codes: str, kernels: bool) -> Non
 
 @pytest.mark.parametrize("codes", CODES)
 def test_other_tiers_hold_codes_and_scales(codes: str, reference: None, tmp_path: Path) -> None:
-    """Evicted to host memory and come back; on disk after a restart, where the other format finds nothing."""
+    """Evicted to host memory and come back; on disk after a restart, where the other format finds
+    nothing."""
     g = random.Random(3)
     many, params = (
         [[g.randrange(250) for _ in range(100)] for _ in range(4)],

@@ -41,7 +41,8 @@ def modules(*left_out: str) -> list[str]:
 
 
 def python(code: str) -> str:
-    """The output of a fresh interpreter that sees this tree; what it raises is the test's failure."""
+    """The output of a fresh interpreter that sees this tree; what it raises is the test's
+    failure."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -1,4 +1,5 @@
-"""The in-process API on real (tiny, random) models: the same tokens as transformers, whatever the engine does inside."""
+"""The in-process API on real (tiny, random) models: the same tokens as transformers, whatever the
+engine does inside."""
 
 from __future__ import annotations
 
@@ -56,13 +57,14 @@ def blocks_in_use(llm: LLM) -> int:
     return sum(r > 0 for r in llm.engine.scheduler.pool.ref_counts)
 
 
-# ---- the same tokens, whatever happens inside -----------------------------------------------------------
+# ---- the same tokens, whatever happens inside ----------------------------------------------------
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_a_batch_equals_the_naive_loop(architecture: str) -> None:
-    """Chunked prompts, a pool too small for all of them, shared prefixes, steps in flight: token for token."""
+    """Chunked prompts, a pool too small for all of them, shared prefixes, steps in flight: token
+    for token."""
     many = prompts(7)
     want = [tiny.hf_greedy(architecture, p, 12) for p in many]
     params = SamplingParams(max_tokens=12, **GREEDY)
@@ -111,8 +113,9 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_the_schedule() -> None:
 
 @pytest.mark.parity
 def test_the_same_work_gives_the_same_tokens_in_bf16() -> None:
-    """What is promised where rounding is coarse: the same requests to an engine in the same state give the same tokens. From the
-    prefix cache, or alone, the work is cut otherwise and may round otherwise: most of the tokens stay the same."""
+    """What is promised where rounding is coarse: the same requests to an engine in the same state
+    give the same tokens. From the prefix cache, or alone, the work is cut otherwise and may round
+    otherwise: most of the tokens stay the same."""
     many = prompts(8, seed=3)
     first = make("qwen3", dtype="bfloat16", depth=2)
     want = sampled(first, many)
@@ -124,7 +127,8 @@ def test_the_same_work_gives_the_same_tokens_in_bf16() -> None:
 
 
 def test_six_blocks_are_enough() -> None:
-    """Four requests of 32 tokens in a pool of 6 blocks: the same tokens; one of 7 blocks is refused by name."""
+    """Four requests of 32 tokens in a pool of 6 blocks: the same tokens; one of 7 blocks is refused
+    by name."""
     four = [p[:20] for p in prompts(4, seed=2)]
     params = SamplingParams(max_tokens=32, **GREEDY)
     want = ids_of(make(num_gpu_blocks_override=1000).generate(four, params))
@@ -158,7 +162,7 @@ def test_requests_of_one_call_do_not_depend_on_each_other(llm: LLM) -> None:
     ]
 
 
-# ---- what comes back ------------------------------------------------------------------------------------
+# ---- what comes back -----------------------------------------------------------------------------
 
 
 def test_prompts_in_every_form(llm: LLM) -> None:
@@ -331,7 +335,7 @@ def test_control_tokens_in_a_text_are_characters_where_that_is_asked_for(llm: LL
     assert meant.prompt_token_ids == llm.generate(text, params)[0].prompt_token_ids
 
 
-# ---- streams --------------------------------------------------------------------------------------------
+# ---- streams -------------------------------------------------------------------------------------
 
 
 def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
@@ -380,7 +384,7 @@ def test_the_empty_text_is_the_token_that_begins_one(llm: LLM) -> None:
     assert reply.prompt_token_ids == [257] and len(reply.outputs[0].token_ids) == 2
 
 
-# ---- bad input ------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

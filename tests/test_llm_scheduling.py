@@ -1,4 +1,5 @@
-"""Policies and batching modes through the in-process API: the same tokens under each, and what each promises."""
+"""Policies and batching modes through the in-process API: the same tokens under each, and what each
+promises."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def test_a_run_is_recorded_without_the_warm_up(tmp_path: Path) -> None:
     assert lines[0]["blocks"] == lines[1]["blocks"] and len(lines[0]["blocks"]) == 1
 
 
-# ---- lists ----------------------------------------------------------------------------------------------
+# ---- lists ---------------------------------------------------------------------------------------
 
 
 def piggybacking(**options: Any) -> LLM:

@@ -1,4 +1,5 @@
-"""KV in host memory and on disk, end to end on tiny real models: the same tokens, without computing them again."""
+"""KV in host memory and on disk, end to end on tiny real models: the same tokens, without computing
+them again."""
 
 from __future__ import annotations
 

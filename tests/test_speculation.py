@@ -1,4 +1,5 @@
-"""Speculative decoding with real models: the same tokens and logprobs as without it, whatever drafts and whatever else is asked."""
+"""Speculative decoding with real models: the same tokens and logprobs as without it, whatever
+drafts and whatever else is asked."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def texts() -> list[list[int]]:
 
 
 def run(llm: LLM, **params: Any) -> list[Any]:
-    """Tokens, logprobs and finish reason of each completion. Sums of float32 depend on how many rows a step has, in their last
-    digits: logprobs are rounded."""
+    """Tokens, logprobs and finish reason of each completion. Sums of float32 depend on how many
+    rows a step has, in their last digits: logprobs are rounded."""
     chosen = SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | params)
     outputs = llm.generate(texts(), chosen, use_tqdm=False)
     found = []

@@ -1,4 +1,5 @@
-"""Structured output through the in-process API: valid whatever the model would rather say, and the same at every depth."""
+"""Structured output through the in-process API: valid whatever the model would rather say, and the
+same at every depth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tiny random models of every architecture as Hugging Face directories, with a byte-level tokenizer of 300 tokens."""
+"""Tiny random models of every architecture as Hugging Face directories, with a byte-level tokenizer
+of 300 tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A byte-level tokenizer of 300 tokens. Imports no torch, so that tests of text alone start quickly."""
+"""A byte-level tokenizer of 300 tokens. Imports no torch, so that tests of text alone start
+quickly."""
 
 from __future__ import annotations
 

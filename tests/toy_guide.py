@@ -1,5 +1,6 @@
-"""A guide without a grammar: what may come next is a hash of everything accepted so far. So a token that was accepted
-twice, too early, in another order or in somebody else's copy changes all masks after it."""
+"""A guide without a grammar: what may come next is a hash of everything accepted so far. So a token
+that was accepted twice, too early, in another order or in somebody else's copy changes all masks
+after it."""
 
 from __future__ import annotations
 

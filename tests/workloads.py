@@ -1,4 +1,5 @@
-"""Random workloads for the core: a seeded trial that drives the engine and compares every token with the oracle."""
+"""Random workloads for the core: a seeded trial that drives the engine and compares every token
+with the oracle."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def make_engine(
     keep: tuple[int, int] | None = None,
     **options: Any,
 ) -> Engine:
-    """`options`: ScheduleConfig's. `keep`: blocks of sinks and of a whole cache. Time stands still but for the clock's owner."""
+    """`options`: ScheduleConfig's. `keep`: blocks of sinks and of a whole cache. Time stands still
+    but for the clock's owner."""
     cache = CacheConfig(block_size, num_blocks, caching, host, disk is not None, block_bytes=2**20)
     if keep is not None:
         cache = replace(
@@ -192,10 +194,11 @@ def trial(
     evict: bool = False,
     drafts: bool = False,
 ) -> Trial:
-    """One random workload; the policy and the batching mode are drawn too, unless they are given. `guided`: some of the
-    requests follow guides, several of them the same. `beams`: some are beam searches. `evict`: caches are
-    bounded, and generation goes on beyond the context. `drafts`: decoding is speculative, with drafts of the host or the device,
-    about two thirds of which are right."""
+    """One random workload; the policy and the batching mode are drawn too, unless they are given.
+    `guided`: some of the requests follow guides, several of them the same. `beams`: some are beam
+    searches. `evict`: caches are bounded, and generation goes on beyond the context. `drafts`:
+    decoding is speculative, with drafts of the host or the device, about two thirds of which are
+    right."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth

@@ -58,7 +58,8 @@ LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
 
 
 def send(target: Target, chosen: list[str], at_once: int = 1) -> None:
-    """Each is answered, or refused with a proper error; 503 only says that too much is on its way at once."""
+    """Each is answered, or refused with a proper error; 503 only says that too much is on its way
+    at once."""
     for name in chosen:
         path, make = LARGE[name]
         body = make()
@@ -79,7 +80,8 @@ def send(target: Target, chosen: list[str], at_once: int = 1) -> None:
 
 
 def unfinished(target: Target, count: int, seconds: float) -> None:
-    """Connections that send all but the last byte of a body and wait. A good request is served meanwhile."""
+    """Connections that send all but the last byte of a body and wait. A good request is served
+    meanwhile."""
     body = b" " * SIZE
     start = head("POST", COMPLETIONS, JSON, f"Content-Length: {SIZE}", bearer(ALICE)) + b"\r\n"
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,5 @@
-"""Clients that do what no good client does: raw connections, frames of WebSockets, requests that never end."""
+"""Clients that do what no good client does: raw connections, frames of WebSockets, requests that
+never end."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
 
 
 def read_all(connection: socket.socket, seconds: float, until: bytes = b"") -> bytes:
-    """What arrives before the connection ends, before the time is over, or up to the bytes `until`."""
+    """What arrives before the connection ends, before the time is over, or up to the bytes
+    `until`."""
     found = bytearray()
     end = time.monotonic() + seconds
     with contextlib.suppress(OSError):

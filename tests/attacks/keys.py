@@ -50,7 +50,8 @@ def guess_by_rpc(target: Target, port: int, count: int) -> None:
 
 
 def misuse(target: Target) -> None:
-    """A user's key opens no route of an administrator's, no request of another user's, and nothing from a URL."""
+    """A user's key opens no route of an administrator's, no request of another user's, and nothing
+    from a URL."""
     assert get(target, "/v1/dumps", BOB) == 403
     assert get(target, "/v1/dumps", ADMIN) == 200
     cancel = "/v1/requests/req_000000000000000000000000/cancel"

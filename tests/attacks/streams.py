@@ -30,7 +30,8 @@ LATE: dict[str, bytes] = {
 
 
 def interrupt(target: Target, late: bytes, seconds: float, tokens: int = 900) -> None:
-    """A stream that takes at least so long arrives whole, whatever else arrives on its connection."""
+    """A stream that takes at least so long arrives whole, whatever else arrives on its
+    connection."""
     body = {
         "prompt": "Hello",
         "max_tokens": tokens,
@@ -55,7 +56,8 @@ def interrupt(target: Target, late: bytes, seconds: float, tokens: int = 900) ->
 
 
 def pipelined(target: Target, count: int) -> None:
-    """Requests that arrive together are answered in order; those beyond a bound are refused after the others."""
+    """Requests that arrive together are answered in order; those beyond a bound are refused after
+    the others."""
     data = (LIVEZ + b"\r\n") * count
     found = send_parts(target.port, [data], seconds=10, half_close=True)
     statuses = [reply.status for reply in found]
@@ -128,7 +130,8 @@ AMBIGUOUS: dict[str, tuple[bytes, set[tuple[int, ...]]]] = {
 
 
 def send_ambiguous(target: Target) -> None:
-    """A request that two readers could read in two ways is refused; one that is merely odd is answered once."""
+    """A request that two readers could read in two ways is refused; one that is merely odd is
+    answered once."""
     for name, (data, allowed) in AMBIGUOUS.items():
         found = send_parts(target.port, [data], seconds=2)
         statuses = tuple(reply.status for reply in found)
@@ -138,7 +141,8 @@ def send_ambiguous(target: Target) -> None:
 
 
 def half_close(target: Target) -> None:
-    """A client that closes its side after a whole request gets the reply; after half of one, nothing is left open."""
+    """A client that closes its side after a whole request gets the reply; after half of one,
+    nothing is left open."""
     whole = post(COMPLETIONS, BODY, KEY)
     (reply,) = send_parts(target.port, [whole], seconds=30, half_close=True)
     assert reply.status == 200

@@ -1,4 +1,5 @@
-"""Schemas, grammars and regexes that are small and cost much: to compile, to follow, or in native stack."""
+"""Schemas, grammars and regexes that are small and cost much: to compile, to follow, or in native
+stack."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""A server to attack, the normal traffic beside the attack, and what must be true during and after it.
+"""A server to attack, the normal traffic beside the attack, and what must be true during and after
+it.
 
     with withstands(target, peak_mib=200):
         ... attack ...
 
-checks that the engine did not restart, that requests beside the attack got the same tokens as from an
-idle server, that /livez answered quickly, that no KV block, request, descriptor or memory is left over,
-and that the front's memory stayed bounded.
+checks that the engine did not restart, that requests beside the attack got the same tokens as from
+an idle server, that /livez answered quickly, that no KV block, request, descriptor or memory is
+left over, and that the front's memory stayed bounded.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Target:
         with httpx.Client(base_url=self.running.url, timeout=120) as http:
             return http.post(path, content=content, headers=headers, **options)
 
-    # ---- what it takes ----------------------------------------------------------------------------
+    # ---- what it takes ---------------------------------------------------------------------------
 
     def front_mib(self) -> float:
         return processes.status_mib(self.pid, "VmRSS")
@@ -107,7 +108,8 @@ class Target:
         return sum(processes.descriptors(pid) for pid in processes.tree(self.pid))
 
     def settled(self, seconds: float = 30) -> dict[str, float]:
-        """The metrics once the engine is ready, nothing is open, and every block is accounted for."""
+        """The metrics once the engine is ready, nothing is open, and every block is accounted
+        for."""
         self.running.wait(seconds=seconds)
         end = time.monotonic() + seconds
         while True:
@@ -136,7 +138,7 @@ def target_server(folder: Path, **config: Any) -> Iterator[Target]:
         yield Target(running)
 
 
-# ---- beside the attack ------------------------------------------------------------------------------
+# ---- beside the attack ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -253,12 +255,13 @@ def idle_probe(target: Target, seconds: float = 0.5) -> float:
     return probe.stop().answers[-1]
 
 
-# ---- what must be true ------------------------------------------------------------------------------
+# ---- what must be true ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def withstands(target: Target, peak_mib: float = 100, left_mib: float = 40) -> Iterator[None]:
-    """`peak_mib`: by how much the front may grow during the attack; `left_mib`: how much all processes may keep."""
+    """`peak_mib`: by how much the front may grow during the attack; `left_mib`: how much all
+    processes may keep."""
     idle = idle_probe(target)
     before = target.settled()
     starts = before["octavo:engine_starts_total"]

@@ -1,4 +1,5 @@
-"""Chat templates in requests, on a server that takes them: those that compute without end, or reach for what is not theirs."""
+"""Chat templates in requests, on a server that takes them: those that compute without end, or reach
+for what is not theirs."""
 
 from __future__ import annotations
 

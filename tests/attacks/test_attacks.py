@@ -37,7 +37,7 @@ def quick_target(tmp_path: Path) -> Iterator[Target]:
         yield found
 
 
-# ---- structured output --------------------------------------------------------------------------------
+# ---- structured output ---------------------------------------------------------------------------
 
 
 def test_a_schema_of_chained_references(target: Target) -> None:
@@ -57,7 +57,7 @@ def test_structures_that_cost_much_again_and_again(target: Target) -> None:
         structures.send_repeatedly(target, rounds=8)
 
 
-# ---- WebSockets ---------------------------------------------------------------------------------------
+# ---- WebSockets ----------------------------------------------------------------------------------
 
 
 def test_a_flood_of_tiny_frames(target: Target) -> None:
@@ -72,7 +72,7 @@ def test_a_long_flood_of_tiny_frames(target: Target, kind: str) -> None:
         websockets.flood(target, kind, seconds=20)
 
 
-# ---- connections --------------------------------------------------------------------------------------
+# ---- connections ---------------------------------------------------------------------------------
 
 
 def test_idle_connections(target: Target) -> None:
@@ -92,7 +92,7 @@ def test_idle_connections_that_have_made_a_request(target: Target) -> None:
         connections.keep_alive(target, 5000)
 
 
-# ---- keys ---------------------------------------------------------------------------------------------
+# ---- keys ----------------------------------------------------------------------------------------
 
 
 def test_wrong_keys_do_not_lock_out_right_ones(target: Target) -> None:
@@ -112,7 +112,7 @@ def test_right_keys_open_only_what_is_theirs(target: Target) -> None:
     keys.misuse(target)
 
 
-# ---- bodies -------------------------------------------------------------------------------------------
+# ---- bodies --------------------------------------------------------------------------------------
 
 
 def test_a_large_json_body(target: Target) -> None:
@@ -140,7 +140,7 @@ def test_bodies_that_never_end(target: Target) -> None:
         bodies.unfinished(target, 100, seconds=33)
 
 
-# ---- HTTP ---------------------------------------------------------------------------------------------
+# ---- HTTP ----------------------------------------------------------------------------------------
 
 
 def test_bytes_on_the_connection_of_a_running_stream(target: Target) -> None:
@@ -164,7 +164,7 @@ def test_requests_that_are_two_or_none(target: Target) -> None:
         streams.pipelined(target, 1000)
 
 
-# ---- templates ----------------------------------------------------------------------------------------
+# ---- templates -----------------------------------------------------------------------------------
 
 
 def test_templates_without_end(target: Target) -> None:

@@ -1,4 +1,5 @@
-"""`octavo bench latency`: every first token and every gap is counted, and the limit is below the measurement."""
+"""`octavo bench latency`: every first token and every gap is counted, and the limit is below the
+measurement."""
 
 from __future__ import annotations
 

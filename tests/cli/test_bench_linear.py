@@ -1,4 +1,5 @@
-"""`octavo bench linear`: every product of a model in every format asked for; and what tuning does with ways that fail."""
+"""`octavo bench linear`: every product of a model in every format asked for; and what tuning does
+with ways that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`octavo bench batching-modes` and `octavo bench priority` run, count what arrived, and end with a line of JSON."""
+"""`octavo bench batching-modes` and `octavo bench priority` run, count what arrived, and end with a
+line of JSON."""
 
 from __future__ import annotations
 

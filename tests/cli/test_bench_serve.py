@@ -1,4 +1,5 @@
-"""`octavo bench serve` counts what replies say of themselves, and nothing that is not a good reply."""
+"""`octavo bench serve` counts what replies say of themselves, and nothing that is not a good
+reply."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def reply(model: str, *said: str, system: str | None = None) -> str:
     )
 
 
-# ---- from a pipe -------------------------------------------------------------------------------------
+# ---- from a pipe ---------------------------------------------------------------------------------
 
 
 def test_each_line_is_answered_knowing_the_lines_before(octavo: Octavo, tiny: str) -> None:
@@ -214,7 +214,7 @@ def test_the_models_own_settings_hold_but_for_what_the_user_gives(
     assert "temperature 0.4, top_p 0.9, repetition_penalty 1.05, seed 7\n" in ignored
 
 
-# ---- a full context ----------------------------------------------------------------------------------
+# ---- a full context ------------------------------------------------------------------------------
 
 
 def test_the_oldest_exchanges_go_when_the_context_is_full(octavo: Octavo, tiny: str) -> None:
@@ -270,7 +270,7 @@ def test_a_pool_smaller_than_the_context_is_the_limit(octavo: Octavo, tiny: str)
     assert result.exit_code == 0 and "context 97" in result.stderr and "error" not in result.stderr
 
 
-# ---- stopping ----------------------------------------------------------------------------------------
+# ---- stopping ------------------------------------------------------------------------------------
 
 
 def test_stopping_frees_everything_and_keeps_what_was_said(tiny: str) -> None:
@@ -304,7 +304,7 @@ def test_stopping_works_while_a_long_prompt_is_computed(tiny: str) -> None:
     assert talk.turns == [] and llm.engine.idle and talk.backend.memory().startswith("0 used, ")  # type: ignore[union-attr]
 
 
-# ---- at a terminal -----------------------------------------------------------------------------------
+# ---- at a terminal -------------------------------------------------------------------------------
 
 
 class Terminal:

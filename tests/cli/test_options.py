@@ -97,7 +97,8 @@ def test_help_is_grouped(octavo: Octavo, args: list[str]) -> None:
     assert (" Sampling ─" in out) == (args[0] != "bench")
 
 
-# A value of each engine option that is not its default, as a user writes it and as the engine has it.
+# A value of each engine option that is not its default, as a user writes it and as the engine has
+# it.
 OTHER_VALUES: dict[str, tuple[str | None, object]] = {
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int8", "int8"),

@@ -159,7 +159,8 @@ def test_a_config_alone_is_enough(octavo: Octavo, tmp_path: Path) -> None:
 
 
 def test_compressed_kv_is_planned(octavo: Octavo, tmp_path: Path) -> None:
-    """A byte a number and four a vector; where only the context does not fit, it is among what would do."""
+    """A byte a number and four a vector; where only the context does not fit, it is among what
+    would do."""
     (tmp_path / "config.json").write_text(json.dumps(TINYLLAMA_1B))
     plan = planned(octavo, tmp_path, "--device-memory", "80G", "--kv-cache-dtype", "fp8_e4m3")
     assert plan["kv_dtype"] == "fp8" and plan["kv_bytes_per_token"] == 2 * 22 * 4 * (64 + 4)

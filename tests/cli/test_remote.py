@@ -1,4 +1,5 @@
-"""`octavo chat --url`: the same conversation with a server, and what is said when the server cannot answer."""
+"""`octavo chat --url`: the same conversation with a server, and what is said when the server cannot
+answer."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def test_the_oldest_exchanges_go_when_the_context_is_full(octavo: Octavo, servin
     )
 
 
-# ---- when it cannot answer ---------------------------------------------------------------------------
+# ---- when it cannot answer -----------------------------------------------------------------------
 
 
 def test_nobody_there(octavo: Octavo) -> None:
@@ -222,7 +223,7 @@ def test_a_server_that_dies_takes_the_message_back(tiny: str, tmp_path: Path) ->
         assert talk.turns == []
 
 
-# ---- stopping ----------------------------------------------------------------------------------------
+# ---- stopping ------------------------------------------------------------------------------------
 
 
 def settled(running: Running) -> None:

@@ -1,4 +1,5 @@
-"""Generated text on a terminal: broken between words, and unable to steer it. Thoughts told from answers at every split."""
+"""Generated text on a terminal: broken between words, and unable to steer it. Thoughts told from
+answers at every split."""
 
 from __future__ import annotations
 

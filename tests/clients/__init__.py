@@ -1,1 +1,2 @@
-"""Programs that others wrote, against a real server. They need packages of their own: `make test-clients` installs them."""
+"""Programs that others wrote, against a real server. They need packages of their own: `make
+test-clients` installs them."""

@@ -1,4 +1,5 @@
-"""lm-evaluation-harness reads the same numbers off the server as transformers computes from the same weights."""
+"""lm-evaluation-harness reads the same numbers off the server as transformers computes from the
+same weights."""
 
 from __future__ import annotations
 

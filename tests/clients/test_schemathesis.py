@@ -1,4 +1,5 @@
-"""schemathesis, which makes requests up from our own description: good ones, bad ones, and everything between."""
+"""schemathesis, which makes requests up from our own description: good ones, bad ones, and
+everything between."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from tests.serve.running import server
 
 pytestmark = pytest.mark.slow
 
-# All its checks are on. Two are told of a status more, which is then looked at here, one by one: a client's own deadline of a
-# nanosecond is a 504, and what no schema can say is a 400.
+# All its checks are on. Two are told of a status more, which is then looked at here, one by one: a
+# client's own deadline of a nanosecond is a 504, and what no schema can say is a 400.
 CONFIG = """
 [checks]
 not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "504"]
@@ -80,7 +81,8 @@ def test_requests_made_from_the_description(tmp_path: Path, mode: str) -> None:
 
 
 def check(entry: dict[str, Any], mode: str) -> None:
-    """No 5xx but for a deadline that the client set; a good request refused for a reason; and no more than a second to say no."""
+    """No 5xx but for a deadline that the client set; a good request refused for a reason; and no
+    more than a second to say no."""
     status, text = entry["response"]["status"], entry["response"]["content"].get("text", "")
     assert 200 <= status < 500 or (status == 504 and "deadline_exceeded" in text), entry
     assert status < 400 or entry["time"] < 1000, f"{entry['time']} ms to say no: {entry['request']}"

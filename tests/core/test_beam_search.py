@@ -1,4 +1,5 @@
-"""What a beam search does to plans, queues and blocks. That it finds the right texts is test_equivalence.py's matter."""
+"""What a beam search does to plans, queues and blocks. That it finds the right texts is
+test_equivalence.py's matter."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ A, B = array("i", [1, 2]), array("i", [3, 4])
 
 
 def published(pool: BlockPool, *contents: array) -> list[int]:
-    """Blocks with these contents, one after the other in a sequence, in the cache and held by nobody."""
+    """Blocks with these contents, one after the other in a sequence, in the cache and held by
+    nobody."""
     taken, parent = [], b""
     for tokens in contents:
         parent = chain_hash(parent, tokens)
@@ -70,7 +71,7 @@ def test_a_hit_is_no_longer_free() -> None:
     assert list(pool.free_blocks) == [a] and pool.num_cached == 1
 
 
-# ---- owners ---------------------------------------------------------------------------------------------------
+# ---- owners --------------------------------------------------------------------------------------
 
 
 def fill(pool: BlockPool, owner: str, *tokens: int) -> list[int]:

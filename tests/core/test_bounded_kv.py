@@ -62,7 +62,8 @@ def test_who_was_looked_at_less_often_than_it_lost_blocks() -> None:
 
 
 def test_the_prompt_is_not_looked_at_whoever_computes_its_last_token() -> None:
-    """A sequence that is forked computes it as one that decodes, the others as part of their prompt."""
+    """A sequence that is forked computes it as one that decodes, the others as part of their
+    prompt."""
     seq = sequence(8, prompt=8)
     assert [bounded_kv.samples_attention(seq, at, CACHE) for at in (6, 7, 8, 9)] == [
         False,
@@ -80,7 +81,8 @@ def test_older_looks_count_for_less() -> None:
 
 
 def heavy(prompt: list[int], count: int, seed: int) -> tuple[list[int], set[int]]:
-    """What is said by who keeps sinks, the latest half and the heaviest between; and which blocks left."""
+    """What is said by who keeps sinks, the latest half and the heaviest between; and which blocks
+    left."""
     kept, mass, said, left = list(prompt), [0.0] * BLOCKS, list[int](), set[int]()
     for n in range(count):
         if len(kept) > CACHE.kv_budget:

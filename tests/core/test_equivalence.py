@@ -1,5 +1,5 @@
-"""The core gives the oracle's tokens whatever the chunks, the cache, the pool, the tiers, the depth, the forks, the beams, the
-aborts, the steps that fail, the policy and the batching mode."""
+"""The core gives the oracle's tokens whatever the chunks, the cache, the pool, the tiers, the
+depth, the forks, the beams, the aborts, the steps that fail, the policy and the batching mode."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def tiered_engine(disk: FakeDisk) -> Engine:
 
 
 def scripted(engine: Engine) -> None:
-    """A fork and copies on write; then a preemption, while host memory and disk take what is evicted;
-    then a prompt that comes back from host memory."""
+    """A fork and copies on write; then a preemption, while host memory and disk take what is
+    evicted; then a prompt that comes back from host memory."""
     add(engine, "a", 1, 10, max_tokens=4, n=2)
     run(engine)
     add(engine, "b", 20, 12, max_tokens=12)
@@ -76,7 +76,8 @@ def describe(event: Event) -> str:
 
 
 def by_step(received: list[Event]) -> dict[int, list[str]]:
-    """Return the descriptions of each step with more than its plan and its landing, repeats once."""
+    """Return the descriptions of each step with more than its plan and its landing, repeats
+    once."""
     steps: dict[int, list[str]] = {}
     for event in received:
         described = steps.setdefault(event.step, [])

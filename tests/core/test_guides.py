@@ -1,4 +1,5 @@
-"""What a guide does to plans and results: masks ride with the items, and a text that cannot go on ends alone."""
+"""What a guide does to plans and results: masks ride with the items, and a text that cannot go on
+ends alone."""
 
 from __future__ import annotations
 

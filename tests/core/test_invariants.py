@@ -15,7 +15,8 @@ from tests.workloads import make_engine
 
 
 def busy(keep: tuple[int, int] | None = None) -> Scheduler:
-    """Two that decode, of which the second is guided, one that prefills and one that waits; nothing in flight."""
+    """Two that decode, of which the second is guided, one that prefills and one that waits; nothing
+    in flight."""
     engine = make_engine(40, 4, rows=3, budget=8, depth=1, keep=keep)
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
     engine.add(Request("a", [1, 2, 3, 4, 5], params))

@@ -1,6 +1,7 @@
 """Plants bugs in the core, one at a time, and demands that the random workloads notice each.
 
-A bug counts as noticed when tokens differ, an invariant fails, a request is lost, or nothing moves any more.
+A bug counts as noticed when tokens differ, an invariant fails, a request is lost, or nothing moves
+any more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Each policy alone: who comes first, who gives way, that nobody starves and nothing goes round in circles."""
+"""Each policy alone: who comes first, who gives way, that nobody starves and nothing goes round in
+circles."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def one_row(policy: str, clock: Clock | None = None, **options: Any) -> Engine:
     )
 
 
-# ---- orders -------------------------------------------------------------------------------------------------
+# ---- orders --------------------------------------------------------------------------------------
 
 
 def test_first_come_first_served_looks_at_nothing_else() -> None:
@@ -186,7 +187,8 @@ numbers = count()
 
 
 def test_who_was_served_once_does_not_wait_for_ever_new_keys() -> None:
-    """Somebody who has had nothing yet is always there; whoever had something comes next all the same, in time."""
+    """Somebody who has had nothing yet is always there; whoever had something comes next all the
+    same, in time."""
     engine = make_engine(60, 4, 2, 16, 1, policy="fair")
     scheduler = engine.scheduler
 
@@ -221,7 +223,8 @@ def keep_asking(engine: Engine, steps: int, **tenants: int) -> list[str]:
 
 @pytest.mark.parametrize("history", [100, 801, 1600, 1607])
 def test_what_a_key_left_to_others_earns_it_nothing(history: int) -> None:
-    """One takes what the other leaves, for however long; then that one sends a batch, and somebody new asks one thing."""
+    """One takes what the other leaves, for however long; then that one sends a batch, and somebody
+    new asks one thing."""
     engine = make_engine(200, 4, 8, 64, 1, policy="fair")
     keep_asking(engine, history, much=6, little=2)
     for i in range(500):
@@ -266,7 +269,8 @@ def test_what_the_cache_has_comes_before_what_it_has_not() -> None:
 
 
 def test_requests_that_share_a_prompt_come_together() -> None:
-    """Two groups arrive mixed: one is served before the other, whose blocks would push the first one's out."""
+    """Two groups arrive mixed: one is served before the other, whose blocks would push the first
+    one's out."""
     engine = make_engine(14, 4, rows=1, budget=64, depth=1, max_len=50, policy="prefix")
     groups = {name: [random.Random(name).randrange(1, 50) for _ in range(40)] for name in "AB"}
     for i in range(3):
@@ -284,7 +288,7 @@ def test_requests_that_share_a_prompt_come_together() -> None:
     )
 
 
-# ---- pausing ------------------------------------------------------------------------------------------------
+# ---- pausing -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -392,7 +396,7 @@ def test_what_is_computed_again_is_counted() -> None:
     assert count.computed_tokens == 10 + 19 + 4 + 1
 
 
-# ---- standing aside -----------------------------------------------------------------------------------------
+# ---- standing aside ------------------------------------------------------------------------------
 
 
 def names(engine: Engine, plan: Plan) -> list[str]:
@@ -485,8 +489,8 @@ def test_nobody_stands_aside_for_who_cannot_begin() -> None:
 
 
 def test_an_urgent_request_that_waits_for_one_that_stands_aside_stops_nothing() -> None:
-    """`like` waits for what `low` computes, and `other`, which begins like it, behind it: were `low` to stand aside for `other`,
-    nobody would ever move."""
+    """`like` waits for what `low` computes, and `other`, which begins like it, behind it: were
+    `low` to stand aside for `other`, nobody would ever move."""
     engine = make_engine(100, 4, rows=8, budget=8, depth=1, max_len=200, policy="priority")
     prompt = ask(engine, "low", 80, priority=1).prompt
     engine.step()
@@ -495,7 +499,7 @@ def test_an_urgent_request_that_waits_for_one_that_stands_aside_stops_nothing() 
     assert set(drain(engine)) == {"low", "like", "other"}
 
 
-# ---- nobody starves, nothing goes round in circles ----------------------------------------------------------
+# ---- nobody starves, nothing goes round in circles -----------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -532,7 +536,8 @@ def test_the_least_favoured_request_ends_though_favoured_ones_keep_coming(
 
 
 class Inverted(Policy):
-    """The worst choices that the interface allows: the last to come first, the dearest victims, pausing whoever can be."""
+    """The worst choices that the interface allows: the last to come first, the dearest victims,
+    pausing whoever can be."""
 
     preemptive = True
 
@@ -575,7 +580,7 @@ def test_any_policy_gets_through_a_finite_workload(name: str, depth: int) -> Non
         drain(engine, limit=5000)
 
 
-# ---- names --------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 
 def test_a_policy_of_your_own_is_found_by_its_path() -> None:

@@ -272,8 +272,8 @@ def test_what_is_too_large_alone_is_tried_once_more_and_then_ends() -> None:
 
 
 def waits(share: float, shorts: int = 200) -> tuple[list[int], list[int]]:
-    """Steps to the first token of prompts of one token that come one a step, while three of 1,000 tokens are computed; and of
-    those."""
+    """Steps to the first token of prompts of one token that come one a step, while three of 1,000
+    tokens are computed; and of those."""
     engine = make_engine(
         600, 16, rows=16, budget=32, depth=2, max_len=2000, short_prompt_share=share
     )
@@ -297,7 +297,8 @@ def waits(share: float, shorts: int = 200) -> tuple[list[int], list[int]]:
 
 
 def test_short_prompts_do_not_wait_for_long_ones() -> None:
-    """The 99th percentile of their first tokens is a few steps, and the long ones lose no more than the share."""
+    """The 99th percentile of their first tokens is a few steps, and the long ones lose no more than
+    the share."""
     (quick, slowed), (starved, alone) = waits(0.25), waits(0.0)
     assert quick[int(0.99 * len(quick))] <= 3, quick
     assert starved[int(0.99 * len(starved))] > 80, "what it is without"

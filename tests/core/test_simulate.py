@@ -1,4 +1,5 @@
-"""The simulator: the real scheduler on a clock that is told the time, traces, and what a step costs."""
+"""The simulator: the real scheduler on a clock that is told the time, traces, and what a step
+costs."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def play(
     return simulate(entries, COSTS, cache, ScheduleConfig(8, 256, 2048, **schedule)).summary()  # type: ignore[arg-type]
 
 
-# ---- time ---------------------------------------------------------------------------------------------------
+# ---- time ----------------------------------------------------------------------------------------
 
 
 def test_a_request_takes_what_its_steps_cost() -> None:
@@ -119,7 +120,7 @@ def test_features_tell_prompts_from_rows() -> None:
     }
 
 
-# ---- traces -------------------------------------------------------------------------------------------------
+# ---- traces --------------------------------------------------------------------------------------
 
 
 def ended(request: Request, output: list[int]) -> Sequence:
@@ -218,12 +219,13 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
         trace.read(str(tmp_path / "t"))
 
 
-# ---- urgent requests ----------------------------------------------------------------------------------------
+# ---- urgent requests -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Graphs(Costs):
-    """Steps that replay a graph made for so many tokens, the next larger one; more are launched one by one."""
+    """Steps that replay a graph made for so many tokens, the next larger one; more are launched one
+    by one."""
 
     graphs: tuple[tuple[int, float], ...]
     eager: float

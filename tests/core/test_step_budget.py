@@ -13,7 +13,7 @@ from octavo.types import Item, Plan
 from tests.core.test_policy import ask, drain
 from tests.workloads import Clock, make_engine
 
-# ---- latency target -----------------------------------------------------------------------------------------------
+# ---- latency target ------------------------------------------------------------------------------
 
 
 def step_of(prefill: int, decode: int) -> Plan:
@@ -69,7 +69,8 @@ def test_one_slow_step_changes_nothing() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_token_to_token_times_stay_below_the_target(depth: int) -> None:
-    """A runner that takes 5 ms a step, 1 ms a row and 1 ms a prompt token; the budget alone would allow steps of 250 ms."""
+    """A runner that takes 5 ms a step, 1 ms a row and 1 ms a prompt token; the budget alone would
+    allow steps of 250 ms."""
     clock = Clock()
     engine = make_engine(
         500,
@@ -111,7 +112,7 @@ def test_token_to_token_times_stay_below_the_target(depth: int) -> None:
     assert max(gaps[1:]) <= 0.060 and max(gaps) > 0.040, "below the target, and not by far"
 
 
-# ---- urgent requests ----------------------------------------------------------------------------------------
+# ---- urgent requests -----------------------------------------------------------------------------
 
 
 def with_urgent_prompts(seconds: float) -> StepTimes:
@@ -165,7 +166,7 @@ def test_a_size_that_costs_a_jump_more_is_tried_again_but_rarely() -> None:
     assert sizes[-1] == 128 and 5 <= sizes.count(192) <= 12 and max(sizes) == 192
 
 
-# ---- piggybacking ---------------------------------------------------------------------------------------
+# ---- piggybacking --------------------------------------------------------------------------------
 
 
 def run_offline(

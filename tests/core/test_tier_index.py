@@ -56,7 +56,7 @@ def answer(engine: Engine, asked: Request) -> tuple[list[int], int]:
     raise AssertionError("no progress")
 
 
-# ---- host memory ------------------------------------------------------------------------------------
+# ---- host memory ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -168,7 +168,7 @@ def test_a_step_that_fails_leaves_nothing_to_be_found(when: str) -> None:
     answer(engine, a)
 
 
-# ---- disk -------------------------------------------------------------------------------------------
+# ---- disk ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -185,7 +185,8 @@ def test_a_new_engine_finds_what_an_earlier_one_left_on_disk(depth: int) -> None
 
 
 def test_a_block_goes_to_disk_with_all_that_come_before_it() -> None:
-    """The first block of what is asked most never leaves the device; on disk the others would be of no use without it."""
+    """The first block of what is asked most never leaves the device; on disk the others would be of
+    no use without it."""
     disk = FakeDisk(slowest=1)
     engine = small(host=20, disk=disk, blocks=8)
     shared = request("a", 33).prompt[:8]
@@ -235,7 +236,8 @@ def test_others_go_on_while_one_waits_for_the_disk() -> None:
 
 
 def test_the_disk_is_asked_once_in_a_life() -> None:
-    """It says that it has the blocks and never gives them: whoever believed it twice would wait for ever."""
+    """It says that it has the blocks and never gives them: whoever believed it twice would wait for
+    ever."""
     disk = FakeDisk(slowest=1, lists=1.0)
     engine = small(host=20, disk=disk)
     for name in "abc":
@@ -395,7 +397,7 @@ def test_what_was_to_go_up_is_given_back(how: str) -> None:
     scheduler.check()
 
 
-# ---- links ------------------------------------------------------------------------------------------
+# ---- links ---------------------------------------------------------------------------------------
 
 
 def prefill(tokens: int) -> Plan:
@@ -455,7 +457,7 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
     ] and seq.disk_wait is DiskWait.OVER, "the rest is computed"
 
 
-# ---- the index itself -------------------------------------------------------------------------------
+# ---- the index itself ----------------------------------------------------------------------------
 
 
 def test_a_colliding_hash_is_a_miss_here_too() -> None:
@@ -494,7 +496,8 @@ def test_an_answer_to_an_earlier_schedulers_fetch_is_ignored() -> None:
 
 
 def test_what_is_disowned_is_found_nowhere() -> None:
-    """Ready, fetched from disk, or being filled: the slot is given back, and what comes next is not taken for the disk's."""
+    """Ready, fetched from disk, or being filled: the slot is given back, and what comes next is not
+    taken for the disk's."""
     tiers, tokens = TierIndex(3, SIZE, 2**20, has_disk=True), array("i", [1, 2, 3, 4])
     scheduler, _, tickets = asked(FakeDisk(slowest=1))
     assert scheduler.tiers is not None

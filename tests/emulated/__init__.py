@@ -1,4 +1,5 @@
-"""CUDA kernels without a GPU: compiled for the processor with hopper.h in the place of octavo/ops/cuda/hopper.cuh."""
+"""CUDA kernels without a GPU: compiled for the processor with hopper.h in the place of
+octavo/ops/cuda/hopper.cuh."""
 
 from __future__ import annotations
 

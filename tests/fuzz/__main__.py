@@ -3,8 +3,9 @@
     python -m tests.fuzz --seconds 600                every target, one after another
     python -m tests.fuzz --seconds 60 regex lark      only these
 
-An input fails when the target raises or crashes on it, when it takes more than a second of processor time, or when the
-process needs more memory than its bound. The exit status is 1 if any did.
+An input fails when the target raises or crashes on it, when it takes more than a second of
+processor time, or when the process needs more memory than its bound. The exit status is 1 if any
+did.
 """
 
 from __future__ import annotations

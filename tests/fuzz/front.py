@@ -1,7 +1,9 @@
-"""The server's front without a network and without an engine: bytes of a connection in, bytes of the replies out.
+"""The server's front without a network and without an engine: bytes of a connection in, bytes of
+the replies out.
 
-Requests go through everything that the server has: the HTTP parser, the checks before every route, the route, the parsing and
-the validation of the body. A request that is valid ends where it would go to the engine, with the error code ACCEPTED.
+Requests go through everything that the server has: the HTTP parser, the checks before every route,
+the route, the parsing and the validation of the body. A request that is valid ends where it would
+go to the engine, with the error code ACCEPTED.
 """
 
 from __future__ import annotations
@@ -170,7 +172,8 @@ class FakeServer:
         return reply
 
     def send(self, parts: list[bytes], wait: bool = False) -> list[Reply]:
-        """The replies on a connection on which these parts arrive. `wait`: there will be a reply."""
+        """The replies on a connection on which these parts arrive. `wait`: there will be a
+        reply."""
         return read_replies(self.write(parts, wait))
 
     def write(self, parts: list[bytes], wait: bool = False) -> bytes:

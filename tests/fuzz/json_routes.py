@@ -1,4 +1,5 @@
-"""What the targets for JSON bodies have in common: a body is sent to a route, and the reply must be a proper one."""
+"""What the targets for JSON bodies have in common: a body is sent to a route, and the reply must be
+a proper one."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def server() -> FakeServer:
 
 
 def check(path: str, data: bytes) -> tuple[int, str | None]:
-    """Send a body. The reply is one that works, or an error of the client's in the shape of every error."""
+    """Send a body. The reply is one that works, or an error of the client's in the shape of every
+    error."""
     reply = server().post(path, data)
     if reply.status == 200:
         json.loads(reply.body)

@@ -1,4 +1,5 @@
-"""Model files for fuzzing: small valid ones to begin with, and everything that is done with a file before a model runs."""
+"""Model files for fuzzing: small valid ones to begin with, and everything that is done with a file
+before a model runs."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def outcome(error: OctavoError) -> str:
 
 
 def prepare(checkpoint: Checkpoint) -> str:
-    """What the loader does with a checkpoint, up to reading all tensors; the weights get no memory of their own."""
+    """What the loader does with a checkpoint, up to reading all tensors; the weights get no memory
+    of their own."""
     try:
         cls, config = parse_checkpoint(checkpoint)
         formats = choose_formats("auto", checkpoint, "reference")
@@ -71,7 +73,7 @@ def tokenize(tokenizer: Tokenizer) -> None:
         assert isinstance(tokenizer.decode(ids), str)
 
 
-# ---- safetensors ----------------------------------------------------------------------------------------
+# ---- safetensors ---------------------------------------------------------------------------------
 
 
 def safetensors_file(header: bytes, data: bytes) -> bytes:
@@ -79,7 +81,8 @@ def safetensors_file(header: bytes, data: bytes) -> bytes:
 
 
 def header_of(shapes: dict[str, tuple[list[int], str, int]]) -> tuple[dict[str, Any], int]:
-    """Tensors by name, as (shape, dtype, bytes of a number) -> a header, and the size of the data."""
+    """Tensors by name, as (shape, dtype, bytes of a number) -> a header, and the size of the
+    data."""
     header = {}
     at = 0
     for name, (shape, dtype, size) in shapes.items():
@@ -136,7 +139,7 @@ GPTQ_TENSORS: dict[str, tuple[list[int], str, int]] = {
 }
 
 
-# ---- GGUF -----------------------------------------------------------------------------------------------
+# ---- GGUF ----------------------------------------------------------------------------------------
 
 SCALARS = {"u8": (0, "B"), "i8": (1, "b"), "u16": (2, "H"), "i16": (3, "h"), "u32": (4, "I"), "i32": (5, "i"),
            "f32": (6, "f"), "bool": (7, "?"), "u64": (10, "Q"), "i64": (11, "q"), "f64": (12, "d")}  # fmt: skip
@@ -158,7 +161,8 @@ def _scalar(kind: str, value: Any) -> bytes:
 
 
 def _value(kind: str, value: Any) -> bytes:
-    """A type's number and a value. `kind` is a scalar's name, "str", or either with "[]" behind it for an array."""
+    """A type's number and a value. `kind` is a scalar's name, "str", or either with "[]" behind it
+    for an array."""
     if kind.endswith("[]"):
         inner = kind[:-2]
         items = list(value)
@@ -171,8 +175,9 @@ def _value(kind: str, value: Any) -> bytes:
 
 
 def gguf_file(about: dict[str, Any]) -> bytes:
-    """A file from a description: metadata {key: [kind, value]}, tensors [[name, dimensions, format, offset], ...] and the
-    number of bytes of data. Raises whatever Python raises for a description that is none."""
+    """A file from a description: metadata {key: [kind, value]}, tensors [[name, dimensions, format,
+    offset], ...] and the number of bytes of data. Raises whatever Python raises for a description
+    that is none."""
     keys = [_string(key) + _value(*entry) for key, entry in about["metadata"].items()]
     infos = []
     for name, dims, kind, offset in about["tensors"]:

@@ -1,4 +1,5 @@
-"""Random changes to an input: to its bytes, and to its structure where it is JSON. The same seed makes the same changes."""
+"""Random changes to an input: to its bytes, and to its structure where it is JSON. The same seed
+makes the same changes."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Mutator:
                 data = change(self, data, other)
         return data[: self.max_bytes]
 
-    # ---- bytes ------------------------------------------------------------------------------------
+    # ---- bytes -----------------------------------------------------------------------------------
 
     def _range(self, data: bytes) -> tuple[int, int]:
         """A random range of `data`; most are short."""
@@ -109,7 +110,7 @@ class Mutator:
         _join_halves,
     )
 
-    # ---- JSON -------------------------------------------------------------------------------------
+    # ---- JSON ------------------------------------------------------------------------------------
 
     def _mutate_json(self, data: bytes, other: bytes) -> bytes:
         """Change values inside a JSON text. Returns other data as it is."""

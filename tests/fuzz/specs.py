@@ -1,4 +1,5 @@
-"""What the targets for structured output have in common: a spec is compiled, and random texts follow it, as in a worker process."""
+"""What the targets for structured output have in common: a spec is compiled, and random texts
+follow it, as in a worker process."""
 
 from __future__ import annotations
 

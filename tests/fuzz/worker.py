@@ -1,4 +1,5 @@
-"""The process that fuzzes one target: it changes known inputs at random and keeps those that reach new lines of code.
+"""The process that fuzzes one target: it changes known inputs at random and keeps those that reach
+new lines of code.
 
 A target is a module of tests/fuzz/targets with
 
@@ -8,8 +9,8 @@ A target is a module of tests/fuzz/targets with
     WORDS: list[bytes]                  words of the language that inputs are written in
     MAX_BYTES, MEMORY_MB: int           optional bounds
 
-The parent process (tests/fuzz/__main__.py) watches over it. The two share a page of memory that holds the current input, so that
-the parent knows it even when this process ends without a word.
+The parent process (tests/fuzz/__main__.py) watches over it. The two share a page of memory that
+holds the current input, so that the parent knows it even when this process ends without a word.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ MAX_BYTES = 16 * 2**10
 MEMORY_MB = 256
 LIMIT_SECONDS = 1.0  # of processor time for one input
 MAX_CORPUS = 4000
-# The number of the current input, from 1 on, the process time at its start, and its length. 0: none.
+# The number of the current input, from 1 on, the process time at its start, and its length. 0:
+# none.
 HEADER = struct.Struct("<QdQ")
 SHARED_BYTES = HEADER.size + 2**20
 
@@ -205,7 +207,8 @@ def main(name: str, seed: str, seconds: str, shared_file: str, *left_out: str) -
         shared = mmap.mmap(file.fileno(), SHARED_BYTES)
     Fuzzer(name, int(seed), shared, left_out).run(float(seconds))
     sys.stdout.flush()
-    # The interpreter's own end takes seconds with torch loaded, which would count as the last input's.
+    # The interpreter's own end takes seconds with torch loaded, which would count as the last
+    # input's.
     os._exit(0)
 
 

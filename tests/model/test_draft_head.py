@@ -1,4 +1,5 @@
-"""A draft head computes what EAGLE-3 defines: through a paged cache, in chunks, chained, in every spelling of its tensors."""
+"""A draft head computes what EAGLE-3 defines: through a paged cache, in chunks, chained, in every
+spelling of its tensors."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ def reference_draft(
     count: int,
     **options: bool,
 ) -> tuple[list[int], list[Tensor]]:
-    """Draft after `tokens`, whose last one has no hidden state yet. Return the drafts and the logits of each."""
+    """Draft after `tokens`, whose last one has no hidden state yet. Return the drafts and the
+    logits of each."""
     tokens = list(tokens)
     drafted: list[int] = []
     all_logits: list[Tensor] = []

@@ -1,4 +1,5 @@
-"""The embedded model: found without a download, verified, and computing what transformers computes from the same file."""
+"""The embedded model: found without a download, verified, and computing what transformers computes
+from the same file."""
 
 from __future__ import annotations
 

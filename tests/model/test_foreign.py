@@ -1,4 +1,5 @@
-"""Checkpoints quantised by GPTQ, AWQ and compressed-tensors mean here what their makers say they mean."""
+"""Checkpoints quantised by GPTQ, AWQ and compressed-tensors mean here what their makers say they
+mean."""
 
 from __future__ import annotations
 
@@ -149,7 +150,8 @@ def test_dequantised_they_are_what_was_meant(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_as_codes_they_lose_nothing_or_next_to_nothing(case: str, tmp_path: Path) -> None:
-    """Symmetric ones nothing. Else a group's least value is rounded: by less than 0.8% of a step."""
+    """Symmetric ones nothing. Else a group's least value is rounded: by less than 0.8% of a
+    step."""
     made = write(tmp_path, *CASES[case])
     tensors = open_checkpoint(tmp_path).tensors
     for name, weight in made.items():

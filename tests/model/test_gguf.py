@@ -1,4 +1,5 @@
-"""GGUF files read as the Hugging Face checkpoints they were made from, and damaged ones are refused."""
+"""GGUF files read as the Hugging Face checkpoints they were made from, and damaged ones are
+refused."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def write(path: Path, architecture: str, metadata: Metadata, tensors: dict[str, 
     return path
 
 
-# ---- block formats ----------------------------------------------------------------------------------------
+# ---- block formats -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: FORMATS[kind].name)
@@ -105,7 +106,7 @@ def test_rare_formats_without_the_library_say_what_to_install(
     assert dequantize(torch.zeros(18, dtype=torch.uint8), 2).tolist() == [0] * 32
 
 
-# ---- each architecture, against the model it was made from --------------------------------------------------
+# ---- each architecture, against the model it was made from ---------------------------------------
 
 
 def interleave(weight: Tensor, heads: int) -> Tensor:
@@ -415,7 +416,7 @@ def test_a_directory_that_holds_one_gguf_file_stands_for_it(tmp_path: Path) -> N
     assert open_checkpoint(str(tmp_path)).gguf_metadata is not None
 
 
-# ---- the file format ------------------------------------------------------------------------------------------
+# ---- the file format -----------------------------------------------------------------------------
 
 
 def string(text: str | bytes) -> bytes:

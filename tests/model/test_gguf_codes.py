@@ -1,4 +1,5 @@
-"""A GGUF file's own blocks are the model's weights: rounded only where the CPU's kernels ask for it, and never unpacked whole."""
+"""A GGUF file's own blocks are the model's weights: rounded only where the CPU's kernels ask for
+it, and never unpacked whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every field of transformers' configuration classes is honoured, refused or harmless, and the tables tell the truth."""
+"""Every field of transformers' configuration classes is honoured, refused or harmless, and the
+tables tell the truth."""
 
 from __future__ import annotations
 

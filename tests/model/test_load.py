@@ -58,7 +58,8 @@ NO_OPS: Any = SimpleNamespace(name="none")  # nothing is computed
 
 @registry.add("ToyForCausalLM")
 class Toy(CausalLM):
-    """Two checkpoint tensors fused into one parameter, one transposed, one known under a longer name."""
+    """Two checkpoint tensors fused into one parameter, one transposed, one known under a longer
+    name."""
 
     def __init__(self, config: ModelConfig, ops: Any):
         super().__init__(config, ops)
@@ -138,7 +139,7 @@ def entry(begin: int, end: int, shape: Any = None, dtype: Any = "U8") -> dict[st
     }
 
 
-# ---- safetensors files --------------------------------------------------------------------------------
+# ---- safetensors files ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -255,7 +256,7 @@ def test_random_damage_ends_in_an_error_or_in_tensors(tmp_path: Path) -> None:
     assert refused > 300
 
 
-# ---- directories -----------------------------------------------------------------------------------------
+# ---- directories ---------------------------------------------------------------------------------
 
 
 def write_shards(folder: Path, shards: dict[str, dict[str, Tensor]], index: dict[str, str]) -> Path:
@@ -343,7 +344,7 @@ def test_a_directory_of_several_gguf_files_asks_for_one(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path))
 
 
-# ---- names -------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -436,7 +437,7 @@ def test_a_hub_that_refuses_is_quoted_in_one_line(
     assert time.monotonic() - started < 5
 
 
-# ---- into the model ------------------------------------------------------------------------------------------
+# ---- into the model ------------------------------------------------------------------------------
 
 
 def test_weights_go_where_the_map_says() -> None:
@@ -566,7 +567,7 @@ def test_progress_stays_silent_on_short_loads(capsys: pytest.CaptureFixture[str]
     assert captured.out == "" and captured.err == ""
 
 
-# ---- the whole way ------------------------------------------------------------------------------------------
+# ---- the whole way -------------------------------------------------------------------------------
 
 
 def test_load_model_from_a_directory(tmp_path: Path) -> None:
@@ -638,7 +639,8 @@ def test_an_unknown_architecture_is_named() -> None:
 
 
 def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path) -> None:
-    """auto_map in both configs, names of modules that are files beside them, a class that does not exist elsewhere."""
+    """auto_map in both configs, names of modules that are files beside them, a class that does not
+    exist elsewhere."""
     write_directory(tmp_path, weights())
     trap = f"open({str(tmp_path / 'ran')!r}, 'w').write('x')\nclass Model: pass\n"
     for name in (
@@ -709,7 +711,7 @@ def test_weights_of_another_dtype_are_converted_and_unknown_ones_refused(tmp_pat
         )
 
 
-# ---- memory ---------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 EIGHT_BILLION = dict(
     architectures=["LlamaForCausalLM"], vocab_size=128_256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
@@ -755,7 +757,7 @@ def test_more_layers_than_tensors_are_refused_before_a_model_is_built(tmp_path: 
         load_model(path, ops=NO_OPS, progress=False)
 
 
-# ---- tokenizers -------------------------------------------------------------------------------------------
+# ---- tokenizers ----------------------------------------------------------------------------------
 
 
 def test_a_tokenizer_much_smaller_than_the_model_is_warned_of(

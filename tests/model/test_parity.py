@@ -1,5 +1,6 @@
-"""Every architecture computes what transformers computes: each layer's output, the logits and the generated tokens,
-alone and in ragged batches, with the prompt in one piece or in chunks, through a scattered paged cache."""
+"""Every architecture computes what transformers computes: each layer's output, the logits and the
+generated tokens, alone and in ragged batches, with the prompt in one piece or in chunks, through a
+scattered paged cache."""
 
 from __future__ import annotations
 
@@ -138,7 +139,8 @@ class Pair(NamedTuple):
 
 
 def randomise(model: nn.Module) -> None:
-    """Weights that make every part matter: attention is neither uniform nor one-hot, no norm is the identity, no bias is 0."""
+    """Weights that make every part matter: attention is neither uniform nor one-hot, no norm is the
+    identity, no bias is 0."""
     generator, kind = torch.Generator().manual_seed(1), type(model).__name__
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
@@ -155,7 +157,8 @@ def randomise(model: nn.Module) -> None:
 
 
 def config_json(case: str, theirs: Any) -> dict[str, Any]:
-    """Without layer_types unless the case gives them: published files seldom hold what transformers derived from the rest."""
+    """Without layer_types unless the case gives them: published files seldom hold what transformers
+    derived from the rest."""
     derived = {
         name: value for name, value in theirs.config.to_dict().items() if name != "layer_types"
     }
@@ -235,7 +238,8 @@ def pair(case: str, dtype: torch.dtype = torch.float32) -> Pair:
 def run(
     p: Pair, prompts: Sequence[list[int]], chunk: int, decode: int, block_size: int, slack: int = 0
 ) -> list[Expected]:
-    """All prompts through our model in one ragged batch: `chunk` tokens a step, the last `decode` one by one."""
+    """All prompts through our model in one ragged batch: `chunk` tokens a step, the last `decode`
+    one by one."""
     tables = scattered_tables([len(prompt) for prompt in prompts], block_size)
     dtype = p.ours.dtype
     kv = empty_kv(p.ours.config, tables, block_size, DEVICE, dtype)
@@ -330,7 +334,8 @@ def test_64_greedy_tokens(case: str) -> None:
 
 @pytest.mark.parametrize("case", EACH_ARCHITECTURE)
 def test_bfloat16_is_as_close_to_the_truth_as_theirs(case: str) -> None:
-    """Rounding differs, so the yardstick is float32: ours errs no more than transformers' own bfloat16."""
+    """Rounding differs, so the yardstick is float32: ours errs no more than transformers' own
+    bfloat16."""
     truth, half = pair(case), pair(case, torch.bfloat16)
     got = run(half, half.prompts, chunk=16, decode=6, block_size=16)
     ours = torch.cat(
@@ -357,12 +362,12 @@ def test_gpt2_checkpoints_without_prefix_and_with_saved_masks() -> None:
     assert not needed & model.ignored_weights()
 
 
-# ---- a head beside a config.json that ties it ---------------------------------------------------------
+# ---- a head beside a config.json that ties it ----------------------------------------------------
 
 
 def save_with_head(case: str, directory: Path, head: str) -> Any:
-    """Transformers' model of a case whose config.json ties the head: with a head that differs from the embedding, a second
-    copy of the embedding, or the head alone."""
+    """Transformers' model of a case whose config.json ties the head: with a head that differs from
+    the embedding, a second copy of the embedding, or the head alone."""
     family, options = CASES[case]
     config = getattr(transformers, f"{family}Config")(
         **copy.deepcopy(options)
@@ -401,7 +406,7 @@ def test_a_tied_config_uses_the_head_that_the_checkpoint_has(
     torch.testing.assert_close(got, theirs(torch.tensor([prompt])).logits[0], atol=ATOL, rtol=0)
 
 
-# ---- positions beyond max_position_embeddings -----------------------------------------------------------
+# ---- positions beyond max_position_embeddings ----------------------------------------------------
 
 TRAINED = 64
 LONG_ROPES = {
@@ -415,7 +420,8 @@ LONG_ROPES = {
 @pytest.mark.parametrize("kind", LONG_ROPES)
 @torch.inference_mode()
 def test_scaled_rope_reaches_beyond_the_trained_length(kind: str) -> None:
-    """Transformers gets the prompt token by token: its dynamic rope would otherwise depend on the prompt's chunks."""
+    """Transformers gets the prompt token by token: its dynamic rope would otherwise depend on the
+    prompt's chunks."""
     fields = dict(GQA, max_position_embeddings=TRAINED, **rope(**LONG_ROPES[kind]))
     config = transformers.LlamaConfig(**copy.deepcopy(fields), eos_token_id=None, bos_token_id=None)
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""Weight formats: what they hold, what they lose, and that what is quantised already comes in unchanged."""
+"""Weight formats: what they hold, what they lose, and that what is quantised already comes in
+unchanged."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def test_zeros_stay_zeros_and_one_outlier_stays() -> None:
 
 @pytest.mark.parametrize("kind", CODED, ids=lambda kind: FORMATS[kind].name)
 def test_blocks_of_gguf_are_taken_over_exactly(kind: int) -> None:
-    """Every bit as the library that belongs to llama.cpp has it; in more blocks than are unpacked at a time."""
+    """Every bit as the library that belongs to llama.cpp has it; in more blocks than are unpacked
+    at a time."""
     gguf = pytest.importorskip("gguf")
     data, inputs = gguf_blocks(kind, 603), 3 * FORMATS[kind].values
     want = torch.from_numpy(
@@ -206,7 +208,8 @@ def test_tokens_do_not_depend_on_the_schedule(architecture: str, name: str) -> N
     assert len(seen) == 1
 
 
-# Sizes that are no multiples of a vector: the layers are computed op by op, with heads of 12 that are padded.
+# Sizes that are no multiples of a vector: the layers are computed op by op, with heads of 12 that
+# are padded.
 ODD_LLAMA = dict(
     architectures=["LlamaForCausalLM"], vocab_size=300, hidden_size=72, intermediate_size=100, num_hidden_layers=2,
     num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=256,
@@ -252,7 +255,7 @@ def test_op_by_op_a_rows_hidden_states_do_not_depend_on_chunks(
             assert torch.equal(got, want)
 
 
-# ---- as files -------------------------------------------------------------------------------------------
+# ---- as files ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["int4-g32-asym", "int8"])
@@ -340,7 +343,7 @@ def test_damage_is_told(
         open_checkpoint(tmp_path / "small")
 
 
-# ---- on real text ---------------------------------------------------------------------------------------
+# ---- on real text --------------------------------------------------------------------------------
 
 
 @installed

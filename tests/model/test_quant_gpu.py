@@ -1,4 +1,5 @@
-"""A quantised model on the GPU backend computes what the same quantised model computes in plain PyTorch."""
+"""A quantised model on the GPU backend computes what the same quantised model computes in plain
+PyTorch."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def test_a_tied_model_needs_no_head() -> None:
         assert "lm_head.weight" not in model.ignored_weights()
 
 
-# ---- architectures of installed packages --------------------------------------------------------------
+# ---- architectures of installed packages ---------------------------------------------------------
 
 PLUGIN = """
 from octavo.model import registry

@@ -1,6 +1,8 @@
-"""Compiles for a Hopper GPU, without one, what products with quantised weights launch: `python -m tests.ops.compile_quant`.
+"""Compiles for a Hopper GPU, without one, what products with quantised weights launch: `python -m
+tests.ops.compile_quant`.
 
-Launches are recorded, not made; a line of JSON says for each what it takes. Needs Triton's compiler and no driver."""
+Launches are recorded, not made; a line of JSON says for each what it takes. Needs Triton's compiler
+and no driver."""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
 
 
 def complaints(ptx: str) -> list[str]:
-    """What the assembler says of too few registers, and of tensor core instructions that it lets wait for each other."""
+    """What the assembler says of too few registers, and of tensor core instructions that it lets
+    wait for each other."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()

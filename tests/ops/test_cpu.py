@@ -1,4 +1,5 @@
-"""The CPU kernels against what they are to compute: every format and shape, paged attention, whole decoders, the draw."""
+"""The CPU kernels against what they are to compute: every format and shape, paged attention, whole
+decoders, the draw."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def rounded(x: Tensor, group: int = 32) -> Tensor:
     return (codes.double() * scale.double()).flatten(1)[:, : x.shape[1]]
 
 
-# ---- products -------------------------------------------------------------------------------------------
+# ---- products ------------------------------------------------------------------------------------
 
 
 @needs_kernels
@@ -115,7 +116,7 @@ def test_zeros_and_extremes_are_products_too(team: ThreadPool) -> None:
         )
 
 
-# ---- activations ----------------------------------------------------------------------------------------
+# ---- activations ---------------------------------------------------------------------------------
 
 
 @needs_kernels
@@ -135,7 +136,7 @@ def test_activations_beside_packed_weights_are_the_references_row_by_row(
     assert half.dtype == torch.bfloat16
 
 
-# ---- attention ------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 @needs_kernels
@@ -184,7 +185,8 @@ def test_attention_reads_the_cache_in_place(
 def test_a_tokens_attention_is_the_same_to_the_last_bit_alone_beside_others_and_in_a_prompt(
     window: int, team: ThreadPool
 ) -> None:
-    """Alone it is split among the threads, beside many it is not, in a prompt it is one of several rows."""
+    """Alone it is split among the threads, beside many it is not, in a prompt it is one of several
+    rows."""
     batch, kv = filled([(40, 700 + 5 * i) for i in range(12)], 3, 32, "cpu")
     q = draw(len(batch.ids), 9, 32)
     batch.logit_indices = batch.query_start[1:].long() - 1
@@ -213,7 +215,7 @@ def test_keys_move_as_the_reference_moves_them(dtype: torch.dtype, team: ThreadP
     assert not torch.equal(kv[5, 1, 0], kv[5, 3, 0])
 
 
-# ---- whole decoders -------------------------------------------------------------------------------------
+# ---- whole decoders ------------------------------------------------------------------------------
 
 SMALL = dict(
     vocab_size=90, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
@@ -286,8 +288,8 @@ def test_layers_in_one_call_equal_layers_op_by_op(name: str, form: str, team: Th
         model.fused = None
         got, expected = torch.cat(together), torch.cat(steps(model, dtype))
         error = (got - expected).norm(dim=1) / expected.norm(dim=1)
-        # Where the last bit of an activation decides how it is rounded to int8, that row and those after it differ by one of
-        # 127 steps; the others agree to the last bits.
+        # Where the last bit of an activation decides how it is rounded to int8, that row and those
+        # after it differ by one of 127 steps; the others agree to the last bits.
         assert error.max() < 0.05 and (error < 1e-5).float().mean() > 0.5
         model.fused = fused
 
@@ -296,7 +298,8 @@ def test_layers_in_one_call_equal_layers_op_by_op(name: str, form: str, team: Th
 @torch.inference_mode()
 @pytest.mark.parametrize("name", DECODERS)
 def test_attention_is_watched_in_one_call_as_op_by_op(name: str, team: ThreadPool) -> None:
-    """A step of one sequence far beyond a segment, beside a prompt and one that nobody watches; and alone."""
+    """A step of one sequence far beyond a segment, beside a prompt and one that nobody watches; and
+    alone."""
     model, tables = made(name, "int8", CpuOps()), scattered_tables([640, 16, 24], 8)
     kv = empty_kv(model.config, tables, 8, "cpu", torch.float16)
     model(
@@ -333,7 +336,7 @@ def test_quantised_decoders_are_near_the_dequantised_ones(team: ThreadPool) -> N
             assert (got - expected).norm() < 0.1 * expected.norm(), name
 
 
-# ---- the draw -------------------------------------------------------------------------------------------
+# ---- the draw ------------------------------------------------------------------------------------
 
 
 @needs_kernels
@@ -351,7 +354,7 @@ def test_drawn_tokens_are_the_references(vocabulary: int, team: ThreadPool) -> N
         assert torch.equal(CpuOps().choose(*args), ReferenceOps().choose(*args))
 
 
-# ---- other machines -------------------------------------------------------------------------------------
+# ---- other machines ------------------------------------------------------------------------------
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -367,8 +370,8 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @needs_kernels
 @pytest.mark.skipif(find_spec(PACKAGE) is None, reason=INSTALL)
 def test_steps_leave_torchs_threads_asleep() -> None:
-    """One that torch wakes for a small copy spins for milliseconds on a core that the team needs, if torch was imported before
-    octavo could ask it not to."""
+    """One that torch wakes for a small copy spins for milliseconds on a core that the team needs,
+    if torch was imported before octavo could ask it not to."""
     done = run(
         "import os, threading, time, torch\nfrom octavo import LLM, SamplingParams\ntorch.set_num_threads(2)\n"
         "def runs():\n"
@@ -419,7 +422,8 @@ def test_lesser_instruction_sets_compute_the_same(isa: str) -> None:
 
 
 def test_where_kernels_cannot_be_kept_is_noticed(tmp_path: Path) -> None:
-    """They are compiled into a directory that is gone afterwards, instead of the server's not starting."""
+    """They are compiled into a directory that is gone afterwards, instead of the server's not
+    starting."""
     from octavo.ops.cpu.thread_pool import writable
 
     assert writable(tmp_path / "new" / "place") and (tmp_path / "new" / "place").is_dir()

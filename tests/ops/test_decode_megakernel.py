@@ -1,5 +1,5 @@
-"""A decode step of a few rows in one kernel, against the same layers op by op: on a GPU, and emulated without one. That it
-compiles, and the arithmetic about its memory."""
+"""A decode step of a few rows in one kernel, against the same layers op by op: on a GPU, and
+emulated without one. That it compiles, and the arithmetic about its memory."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def made(name: str, device: str = "cuda", **changes: Any) -> Any:
 def stepped(
     model: Any, lengths: list[int], block: int, fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states and logits of a decode step of sequences that are so long with it, and KV after it."""
+    """Hidden states and logits of a decode step of sequences that are so long with it, and KV after
+    it."""
     tables, device = scattered_tables(lengths, block), next(model.parameters()).device.type
     kv = empty_kv(model.config, tables, block, device, torch.bfloat16)
     generator = torch.Generator(device).manual_seed(2)
@@ -147,7 +148,8 @@ def test_all_layers_in_one_kernel_equal_layers_op_by_op(name: str, block: int) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(8, 2), (16, 2), (4, 4)])
 def test_every_position_of_a_long_context_counts(heads: tuple[int, int]) -> None:
-    """One layer; of all values only one is not zero, wherever it stands: what is left out of a part shows."""
+    """One layer; of all values only one is not zero, wherever it stands: what is left out of a part
+    shows."""
     model = made(
         "four heads share a key",
         num_hidden_layers=1,
@@ -244,11 +246,12 @@ def test_it_leaves_alone_what_it_cannot_compute() -> None:
         assert model(many, kv).isfinite().all()
 
 
-# ---- emulated -------------------------------------------------------------------------------------------
+# ---- emulated ------------------------------------------------------------------------------------
 
 
 class Emulation:
-    """A GPU of so many multiprocessors. `edits`: changes to the kernel's text; `parts`: of x, whatever memory there is."""
+    """A GPU of so many multiprocessors. `edits`: changes to the kernel's text; `parts`: of x,
+    whatever memory there is."""
 
     def __init__(
         self,
@@ -371,7 +374,7 @@ def test_the_emulation_finds_mistakes(
             emulation.kernels[0].seed = seed
 
 
-# ---- without a GPU --------------------------------------------------------------------------------------
+# ---- without a GPU -------------------------------------------------------------------------------
 
 
 def spec(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> DecoderSpec:

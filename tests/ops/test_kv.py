@@ -1,4 +1,5 @@
-"""Compressed KV: what the codes promise, and that every backend writes and reads them as the reference does."""
+"""Compressed KV: what the codes promise, and that every backend writes and reads them as the
+reference does."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ ODD = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-31, 1e-29, 3e37, -7.0])  # what a v
 
 
 def coded(kv: Tensor, codes: torch.dtype) -> QuantKV:
-    """A layer's kv [N, 2, Hk, B, D] compressed, as it lies in a store: slots that held NaN hold NaN."""
+    """A layer's kv [N, 2, Hk, B, D] compressed, as it lies in a store: slots that held NaN hold
+    NaN."""
     blocks, _, heads, size, dim = kv.shape
     model = ModelConfig("", 1, 1, 3, heads, heads, dim, 1, 1)
     store = KVStore(model, CacheConfig(size, blocks - 1), codes, kv.device)
@@ -56,14 +58,14 @@ def problem(
     return draw(len(batch.ids), heads, dim).to(DEVICE), coded(kv, codes), batch
 
 
-# ---- codes ----------------------------------------------------------------------------------------------
+# ---- codes ---------------------------------------------------------------------------------------
 
 
 @CODES
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
 def test_what_comes_back_is_near_what_went_in(codes: torch.dtype, size: float) -> None:
-    """int8: within half a step, of which there are 127 to the largest number. fp8: within a sixteenth of each number, or of
-    the smallest step."""
+    """int8: within half a step, of which there are 127 to the largest number. fp8: within a
+    sixteenth of each number, or of the smallest step."""
     x = draw(1000, 64).to(DEVICE) * size
     got = expand(QuantKV(*compress(x, codes)))
     peak = x.abs().amax(1, keepdim=True)
@@ -91,7 +93,8 @@ def test_a_vectors_codes_are_its_own(codes: torch.dtype) -> None:
 
 @CODES
 def test_odd_vectors(codes: torch.dtype) -> None:
-    """Zeros are zeros, also very small ones; the largest numbers survive; what is not finite is NaN, all of it and it alone."""
+    """Zeros are zeros, also very small ones; the largest numbers survive; what is not finite is
+    NaN, all of it and it alone."""
     x = torch.zeros(7, 16, device=DEVICE)
     x[1], x[2, 3], x[3, 5] = 1e-31, 3.4e38, -1e-29
     x[4, 0], x[5, 1], x[6, 2] = torch.inf, -torch.inf, torch.nan
@@ -102,7 +105,7 @@ def test_odd_vectors(codes: torch.dtype) -> None:
     assert bool(got[4:].isnan().all())
 
 
-# ---- the store ------------------------------------------------------------------------------------------
+# ---- the store -----------------------------------------------------------------------------------
 
 
 @CODES
@@ -153,7 +156,7 @@ def test_half_the_bytes_of_bfloat16() -> None:
         assert model.kv_bytes_per_token("int8") <= share * model.kv_bytes_per_token("bfloat16")
 
 
-# ---- the reference --------------------------------------------------------------------------------------
+# ---- the reference -------------------------------------------------------------------------------
 
 
 @CODES
@@ -190,7 +193,7 @@ def test_reference_writes_its_slots_and_no_other(codes: torch.dtype, dtype: torc
     torch.testing.assert_close(expand(kv).nan_to_num(7.0), plain)
 
 
-# ---- CPU kernels ----------------------------------------------------------------------------------------
+# ---- CPU kernels ---------------------------------------------------------------------------------
 
 
 @needs_kernels
@@ -223,7 +226,8 @@ def test_cpu_attention_reads_codes_in_place(
 @needs_kernels
 @CODES
 def test_cpu_kernels_write_the_references_codes(codes: torch.dtype) -> None:
-    """Also between every two float8 numbers, where rounding decides, and of vectors that are not finite."""
+    """Also between every two float8 numbers, where rounding decides, and of vectors that are not
+    finite."""
     import numba
 
     step = kernels()
@@ -268,7 +272,7 @@ def test_cpu_kernels_write_the_references_codes(codes: torch.dtype) -> None:
     assert torch.equal(expand(QuantKV(got, scales))[:-3], expand(QuantKV(want, want_scales))[:-3])
 
 
-# ---- Triton kernels -------------------------------------------------------------------------------------
+# ---- Triton kernels ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -377,7 +381,8 @@ def test_triton_writes_the_references_codes(
 
 
 def test_the_assembler_in_triton_kernels_converts_every_code(triton_ops: Any) -> None:
-    """Without a GPU the kernels take another way: here each instruction of this one is computed by hand."""
+    """Without a GPU the kernels take another way: here each instruction of this one is computed by
+    hand."""
     from octavo.ops.triton import kv_codes
 
     every = torch.arange(256, dtype=torch.uint8)

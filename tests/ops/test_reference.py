@@ -1,4 +1,5 @@
-"""The reference ops against their definitions, written out one token and one head at a time in float64."""
+"""The reference ops against their definitions, written out one token and one head at a time in
+float64."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def filled(
     slack: int = 0,
     block: int = B,
 ) -> tuple[ForwardBatch, Tensor]:
-    """A batch and one layer's kv [N, 2, Hk, B, D], a strided view, with K and V in every slot that may be read."""
+    """A batch and one layer's kv [N, 2, Hk, B, D], a strided view, with K and V in every slot that
+    may be read."""
     tables = scattered_tables([start + num + slack for num, start in items], block)
     config = ModelConfig("", 1, 1, 3, kv_heads, kv_heads, dim, 1, 1)
     kv = empty_kv(config, tables, block, device)[:, 1]

@@ -1,4 +1,5 @@
-"""Every Triton kernel computes what its reference op computes. On a machine without a GPU they run interpreted."""
+"""Every Triton kernel computes what its reference op computes. On a machine without a GPU they run
+interpreted."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_many_rows_decode_beside_prompts(window: int) -> None:
 
 @pytest.mark.gpu
 def test_what_starts_early_sees_what_was_written_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding beside prompts, on keys that the kernel before them writes: the same bits as one after the other."""
+    """Decoding beside prompts, on keys that the kernel before them writes: the same bits as one
+    after the other."""
     spans = [(1, 211 * i % 1500) for i in range(100)] + [(130, 700), (60, 0)]
     batch, kv = filled(spans, 8, 128, DEVICE, block=64)
     kv, cos_sin = kv.to(torch.bfloat16), random(2048, 2, 64)
@@ -193,7 +195,8 @@ def test_linear(inputs: int, outputs: int, rows: int, bias: bool, dtype: torch.d
 
 @pytest.mark.parametrize("vocab", [50, 1024, 9001])
 def test_choose(vocab: int) -> None:
-    """The same tokens as the reference: rows in any order, some greedy, some hot, seeds of 64 bits, ties to the first."""
+    """The same tokens as the reference: rows in any order, some greedy, some hot, seeds of 64 bits,
+    ties to the first."""
     logits = random(12, vocab) * 4
     logits[3, [5, 9]] = 100.0
     rows = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:12].to(

@@ -1,4 +1,5 @@
-"""The instructions that take codes apart, run by a small interpreter of PTX: for every possible code, what a code is."""
+"""The instructions that take codes apart, run by a small interpreter of PTX: for every possible
+code, what a code is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the tables name can be compiled for a Hopper GPU and fits one, which the interpreter cannot tell."""
+"""What the tables name can be compiled for a Hopper GPU and fits one, which the interpreter cannot
+tell."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Products with packed weights are products with what the weights mean, for every format, shape and number of rows.
+"""Products with packed weights are products with what the weights mean, for every format, shape and
+number of rows.
 
-Without a GPU the kernels run interpreted, in float16: the interpreter does not round to bfloat16 as a GPU does."""
+Without a GPU the kernels run interpreted, in float16: the interpreter does not round to bfloat16 as
+a GPU does."""
 
 from __future__ import annotations
 
@@ -193,7 +195,8 @@ def test_memory(name: str, most: float) -> None:
 def test_products_of_a_models_size_are_right_every_time(
     outputs: int, inputs: int, name: str
 ) -> None:
-    """On a busy device tensor cores may still read registers that a kernel fills anew: small products never showed it."""
+    """On a busy device tensor cores may still read registers that a kernel fills anew: small
+    products never showed it."""
     weight = quantized(name, outputs, inputs)
     ready = TRITON.pack(weight)
     for rows in (16, 32, 64, 100, 256, 384):
@@ -209,7 +212,8 @@ def test_products_of_a_models_size_are_right_every_time(
 def test_tiles_of_many_rows_leave_no_multiprocessor_idle(
     rows: int, outputs: int, inputs: int, tile: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Large where there are enough of them; where there are few they are shared, by programs with a part of the inputs each."""
+    """Large where there are enough of them; where there are few they are shared, by programs with a
+    part of the inputs each."""
     monkeypatch.setattr(
         importlib.import_module("octavo.ops.triton.quant.hopper_gemm"), "PROCESSORS", 132
     )
@@ -225,7 +229,8 @@ def test_tiles_of_many_rows_leave_no_multiprocessor_idle(
 def test_products_of_many_rows(
     outputs: int, inputs: int, name: str, tile: Hopper, split: int
 ) -> None:
-    """With and without a bias and something to add, in whole tiles and others; programs that share one leave no trace."""
+    """With and without a bias and something to add, in whole tiles and others; programs that share
+    one leave no trace."""
     weight, how = quantized(name, outputs, inputs), tile._replace(split=split)
     ready, bias = TRITON.pack(weight), random(outputs, seed=2, dtype=HALF)
     for rows in (65, 128, 200, 256, 300):

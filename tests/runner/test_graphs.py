@@ -1,4 +1,5 @@
-"""What a captured decode step computes, run here without a graph: the same as the general path, padding and all."""
+"""What a captured decode step computes, run here without a graph: the same as the general path,
+padding and all."""
 
 from __future__ import annotations
 

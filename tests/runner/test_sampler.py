@@ -1,4 +1,5 @@
-"""The sampler alone: what each parameter does, that rows do not touch each other, that frequencies are right."""
+"""The sampler alone: what each parameter does, that rows do not touch each other, that frequencies
+are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The bytes of the tiers: slots, threads and a real directory. Late, overtaken and broken work never reaches a slot."""
+"""The bytes of the tiers: slots, threads and a real directory. Late, overtaken and broken work
+never reaches a slot."""
 
 from __future__ import annotations
 
@@ -379,7 +380,8 @@ def test_records_are_read_in_parts_by_several_readers(
 def test_host_blocks_change_contents_under_load(
     part: int, kv: KVStore, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stores, saves and fetches of few slots at once: what is fetched is what its name says, or is not loaded."""
+    """Stores, saves and fetches of few slots at once: what is fetched is what its name says, or is
+    not loaded."""
     monkeypatch.setattr(module, "PART_BYTES", part)
     tiers, g = make(slots=2), random.Random(1)
     holds: dict[int, int] = {}  # slot -> content that is ready

@@ -1,7 +1,7 @@
 """A worker process whose tokenizer has faults: what happens depends on how the text begins.
 
-HANG: never ends. CRASH: a segmentation fault. MEMORY: takes 100 GiB. KEEP: keeps 200 MiB. PANIC: raises no Exception.
-REFUSE: an error of the client's.
+HANG: never ends. CRASH: a segmentation fault. MEMORY: takes 100 GiB. KEEP: keeps 200 MiB. PANIC:
+raises no Exception. REFUSE: an error of the client's.
 """
 
 from __future__ import annotations

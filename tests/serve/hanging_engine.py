@@ -1,5 +1,5 @@
-"""The engine process with a forward that never returns for a prompt of the token 13, raises for one of 14, ends the
-process for one of 15, and lacks memory for one of 16."""
+"""The engine process with a forward that never returns for a prompt of the token 13, raises for one
+of 14, ends the process for one of 15, and lacks memory for one of 16."""
 
 from __future__ import annotations
 

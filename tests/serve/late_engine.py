@@ -1,4 +1,5 @@
-"""The engine process, which is not there for a minute: for tests of a server that is still starting."""
+"""The engine process, which is not there for a minute: for tests of a server that is still
+starting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The engine process with a model that says what it was told: the text of the last user's message, then the end."""
+"""The engine process with a model that says what it was told: the text of the last user's message,
+then the end."""
 
 from __future__ import annotations
 

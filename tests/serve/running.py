@@ -1,4 +1,5 @@
-"""A real server in a process of its own, on a free port of the loopback, with a tiny random model."""
+"""A real server in a process of its own, on a free port of the loopback, with a tiny random
+model."""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ def server(
                 raise
 
 
-# ---- clients --------------------------------------------------------------------------------------------
+# ---- clients -------------------------------------------------------------------------------------
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -214,8 +215,9 @@ def check_error(
 
 @contextlib.contextmanager
 def alive(running: Running) -> Iterator[None]:
-    """While in here /livez is asked again and again, by a process of its own: every answer is yes, and comes within 100 ms. One
-    may take longer, for the asking process too has to wait for a core now and then."""
+    """While in here /livez is asked again and again, by a process of its own: every answer is yes,
+    and comes within 100 ms. One may take longer, for the asking process too has to wait for a core
+    now and then."""
     argv = [sys.executable, "-c", PROBE, str(running.port)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as probe:
         assert probe.stdout is not None and probe.stdin is not None

@@ -1,4 +1,5 @@
-"""The engine process on a machine where steps may take long, and the step of a prompt of the token 18 does."""
+"""The engine process on a machine where steps may take long, and the step of a prompt of the token
+18 does."""
 
 from __future__ import annotations
 

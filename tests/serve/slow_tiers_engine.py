@@ -1,4 +1,5 @@
-"""The engine process with lower tiers of KV that take their time: a block from host memory 5 ms, one from disk 10 ms."""
+"""The engine process with lower tiers of KV that take their time: a block from host memory 5 ms,
+one from disk 10 ms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Beam search and best_of over HTTP: the texts that the engine finds, best first, in every shape of reply."""
+"""Beam search and best_of over HTTP: the texts that the engine finds, best first, in every shape of
+reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bodies of requests: bounded in memory, in total and by address, and refused before they are read where that can be."""
+"""Bodies of requests: bounded in memory, in total and by address, and refused before they are read
+where that can be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The front's view of the engine: many outputs at once are looked at a few a turn, in order, and none is lost."""
+"""The front's view of the engine: many outputs at once are looked at a few a turn, in order, and
+none is lost."""
 
 from __future__ import annotations
 

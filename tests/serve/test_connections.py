@@ -179,7 +179,7 @@ def test_a_client_that_reads_nothing_is_disconnected_and_a_slow_one_is_not() -> 
     assert [closed(one) for one in connections] == [True, False, False]
 
 
-# ---- a server of eight connections ---------------------------------------------------------------------------
+# ---- a server of eight connections ---------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

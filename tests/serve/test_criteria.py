@@ -1,5 +1,6 @@
-"""What passing means for every fault of docs/faults.md, held against all bad inputs of these tests at once: no process ends,
-/livez answers in 100 ms, requests beside them get the same tokens, nothing is left over, and no error tells a secret."""
+"""What passing means for every fault of docs/faults.md, held against all bad inputs of these tests
+at once: no process ends, /livez answers in 100 ms, requests beside them get the same tokens,
+nothing is left over, and no error tells a secret."""
 
 from __future__ import annotations
 
@@ -141,7 +142,7 @@ def test_clients_that_leave_and_bytes_that_are_no_requests(running: Running) -> 
         asyncio.run(run())
 
 
-# ---- secrets ------------------------------------------------------------------------------------------------
+# ---- secrets -------------------------------------------------------------------------------------
 
 SECRET = re.compile(
     r"Traceback|File \"|\.py\b|0x[0-9a-fA-F]{6,}|(?<![\w.])/(?:tmp|work|home|root|usr|etc|proc|var|opt|dev)/|site-packages|"
@@ -179,7 +180,7 @@ def test_no_error_tells_a_path_an_address_or_a_prompt(running: Running) -> None:
         ), reply.text
 
 
-# ---- code that runs what it reads ---------------------------------------------------------------------------
+# ---- code that runs what it reads ----------------------------------------------------------------
 
 CALLS = {"eval", "exec", "__import__", "execfile"}
 ATTRIBUTES = {("torch", "load"), ("torch", "hub"), ("os", "system"), ("os", "popen"), ("yaml", "load"), ("yaml", "unsafe_load"),

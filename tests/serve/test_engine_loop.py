@@ -409,14 +409,15 @@ def test_a_step_that_fails_on_a_lost_device_ends_the_process_and_another_failure
             )
 
 
-# ---- steps that may take long ------------------------------------------------------------------------------
+# ---- steps that may take long --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_long_step_is_told_of_until_it_has_landed(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of 14 tokens, a second each: before it is launched, and in all news until its result is there."""
+    """A prompt of 14 tokens, a second each: before it is launched, and in all news until its result
+    is there."""
     step_seconds, landed = [0.0], []
     loop_of = EngineLoop.__init__
 
@@ -505,7 +506,8 @@ def test_the_steps_of_who_left_are_counted_when_the_engine_rests() -> None:
 
 
 def test_the_front_is_told_whether_there_is_room() -> None:
-    """Four rows: the fifth waits for one, and the front need not hear of anything else meanwhile to know."""
+    """Four rows: the fifth waits for one, and the front need not hear of anything else meanwhile to
+    know."""
     messages = [add(name, max_tokens=20) for name in "abcde"]
     for m in messages:
         m.send_at_end = True

@@ -1,4 +1,5 @@
-"""Lines of the list of faults that no other file here has: section by section, named after the line."""
+"""Lines of the list of faults that no other file here has: section by section, named after the
+line."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def probe(running: Running) -> None:
     assert time.monotonic() - begun < 0.5
 
 
-# ---- A: transport ---------------------------------------------------------------------------------------------
+# ---- A: transport --------------------------------------------------------------------------------
 
 
 def test_a_name_twice_after_very_many_others_is_found_in_linear_time(running: Running) -> None:
@@ -55,7 +56,7 @@ def test_a_name_twice_after_very_many_others_is_found_in_linear_time(running: Ru
     assert time.monotonic() - begun < 5
 
 
-# ---- B: identity ----------------------------------------------------------------------------------------------
+# ---- B: identity ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_a_priority_that_is_none(running: Running, priority: str) -> None:
     )
 
 
-# ---- C: what a request says -----------------------------------------------------------------------------------
+# ---- C: what a request says ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("path", "param"), [(CHAT, "prompt"), (TEXT, "messages")])
@@ -265,7 +266,7 @@ def test_parallel_tool_calls_null_is_the_default(running: Running) -> None:
     assert reply.status_code == 200
 
 
-# ---- G: the host ----------------------------------------------------------------------------------------------
+# ---- G: the host ---------------------------------------------------------------------------------
 
 
 def test_a_blocked_event_loop_is_told_of_and_livez_answers_on_its_own_port(tmp_path: Path) -> None:
@@ -334,7 +335,7 @@ def test_the_books_are_checked_while_it_serves_and_every_block_is_counted(
     )
 
 
-# ---- E: streams -----------------------------------------------------------------------------------------------
+# ---- E: streams ----------------------------------------------------------------------------------
 
 
 def test_a_deadline_in_a_stream_is_a_typed_error_before_the_end(running: Running) -> None:
@@ -347,7 +348,8 @@ def test_a_deadline_in_a_stream_is_a_typed_error_before_the_end(running: Running
 
 
 def test_two_who_cancel_the_same_request_and_two_of_the_same_label(running: Running) -> None:
-    """Cancelling is idempotent, ends that stream and no other, and a label that clients share never crosses streams."""
+    """Cancelling is idempotent, ends that stream and no other, and a label that clients share never
+    crosses streams."""
     body = {
         "max_tokens": 400,
         "ignore_eos": True,
@@ -387,7 +389,8 @@ def test_two_who_cancel_the_same_request_and_two_of_the_same_label(running: Runn
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_leaving_while_blocks_are_brought_back(tmp_path: Path, tier: str) -> None:
-    """From host memory or from disk, each block slowly: blocks and slots come back, and the next one gets the same tokens."""
+    """From host memory or from disk, each block slowly: blocks and slots come back, and the next
+    one gets the same tokens."""
     engine = {"num_gpu_blocks_override": 40, "swap_space": 1 / 1024, "max_model_len": 512}
     if tier == "disk":
         # host memory for half a prompt only

@@ -1,5 +1,6 @@
-"""Every field of the table in octavo/serve/api/request_fields.py, sent with a value that matters: it has its effect, it is refused by name, or
-the header x-ignored-params names it. And the table has every field of OpenAI's and vLLM's APIs."""
+"""Every field of the table in octavo/serve/api/request_fields.py, sent with a value that matters:
+it has its effect, it is refused by name, or the header x-ignored-params names it. And the table has
+every field of OpenAI's and vLLM's APIs."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ return_prompt_text return_assistant_tokens_mask guided_json guided_regex guided_
 guided_whitespace_pattern best_of early_stopping
 """
 
-# For each honoured field: what is sent with it and what is sent without it. The replies must differ.
+# For each honoured field: what is sent with it and what is sent without it. The replies must
+# differ.
 SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "temperature": ({"temperature": 1.9, "seed": 1}, {"temperature": 0}),
     "top_p": ({**LOUD, "top_p": 0}, LOUD),
@@ -107,7 +109,8 @@ SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model": ({"model": "another"}, {"model": NAME}),
     "timeout": ({"timeout": 1e-9}, {}),
 }  # fmt: skip
-# The same for fields that mean something else in a chat and in a completion, or that only one of them has.
+# The same for fields that mean something else in a chat and in a completion, or that only one of
+# them has.
 IN_A_CHAT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "messages": ({"messages": [{"role": "user", "content": "another"}]}, {}),
     "tools": ({"tools": TOOLS, "tool_choice": "required"}, {}),
@@ -137,8 +140,8 @@ IN_A_COMPLETION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "return_tokens_as_token_ids": ({"logprobs": 1, "return_tokens_as_token_ids": True}, {"logprobs": 1}),
     "echo": ({"echo": True}, {}),
 }  # fmt: skip
-# Tested where their effect can be seen: the tiny tokenizer adds no BOS, caching and order do not show in a reply, and a random
-# model calls no two tools.
+# Tested where their effect can be seen: the tiny tokenizer adds no BOS, caching and order do not
+# show in a reply, and a random model calls no two tools.
 ELSEWHERE = {"add_special_tokens", "cache_salt", "priority", "parallel_tool_calls"}
 
 STATUS = {"model": 404, "timeout": 504, "chat_template": 403, "chat_template_kwargs": 400}
@@ -258,7 +261,7 @@ def test_an_unknown_field_is_named_in_a_header(running: Running) -> None:
     assert reply.headers["x-ignored-params"] == "frobnicate, store"
 
 
-# ---- the table ------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def test_the_table_has_every_field_of_the_other_apis() -> None:

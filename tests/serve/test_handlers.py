@@ -46,7 +46,7 @@ def chat(template: str | None = None, content: str = "hi", **options: Any) -> En
     return EncodeChat(messages, None, template, options, context=1024)
 
 
-# ---- bodies -----------------------------------------------------------------------------------------
+# ---- bodies --------------------------------------------------------------------------------------
 
 
 def test_token_ids_come_back_packed_and_everything_else_as_it_was(context: Context) -> None:
@@ -95,7 +95,7 @@ def test_a_large_unknown_field_is_named_and_not_sent_back(context: Context) -> N
     assert unknown == {"x": True, "tools": [], "modalities": ["text"]}
 
 
-# ---- text -------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
 def test_texts_are_tokenised_and_cut_to_their_last_tokens(context: Context) -> None:
@@ -167,7 +167,7 @@ def test_the_replies_of_the_small_routes_come_back_as_json(context: Context) -> 
     assert (error.param, error.code) == ("tokens", "param_out_of_range")
 
 
-# ---- templates --------------------------------------------------------------------------------------
+# ---- templates -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,8 @@ def test_a_proxy_on_this_machine_tells_the_clients_address(locked: Running) -> N
 
 
 def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In constant time, digest by digest, and none is left out once one has matched: time tells nothing of the keys."""
+    """In constant time, digest by digest, and none is left out once one has matched: time tells
+    nothing of the keys."""
     keys, compared = Keys(_keys(FILE), Limits()), list[bytes]()
 
     def compare(a: bytes, b: bytes) -> bool:

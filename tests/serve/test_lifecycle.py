@@ -1,4 +1,5 @@
-"""Start, death, hang and end: of the engine process, which may die, and of the server, which must not."""
+"""Start, death, hang and end: of the engine process, which may die, and of the server, which must
+not."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def test_the_engine_killed_under_32_streams(mortal: Running) -> None:
-    """Each stream ends with a typed error, /livez never fails, the server is ready again soon, and nothing is left over."""
+    """Each stream ends with a typed error, /livez never fails, the server is ready again soon, and
+    nothing is left over."""
     (engine,) = mortal.engines()
     files = mortal.open_files()
     with alive(mortal):
@@ -194,7 +196,8 @@ def test_a_hanging_step_is_written_down_and_then_ended(mortal: Running) -> None:
 
 
 def test_a_step_that_may_take_long_is_waited_for(tmp_path: Path) -> None:
-    """Four seconds, of which the engine has told: nobody takes it for hung, nor the request for waiting."""
+    """Four seconds, of which the engine has told: nobody takes it for hung, nor the request for
+    waiting."""
     limits = dict(stall_dump=0.5, stall_kill=1.5, queue_timeout=2.0)
     with server(tmp_path, program="tests.serve.slow_engine", **limits) as slow:
         (engine,) = slow.engines()
@@ -262,7 +265,7 @@ def test_the_engine_dies_with_a_front_that_is_killed(tmp_path: Path) -> None:
         assert not front.left_behind()
 
 
-# ---- the end ----------------------------------------------------------------------------------------------
+# ---- the end -------------------------------------------------------------------------------------
 
 
 def test_the_first_signal_drains_and_the_second_cuts_off(tmp_path: Path) -> None:
@@ -311,7 +314,7 @@ def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
         assert all(gone(engine) for engine in engines)
 
 
-# ---- what cannot start ------------------------------------------------------------------------------------
+# ---- what cannot start ---------------------------------------------------------------------------
 
 
 def octavo(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -325,7 +328,8 @@ def octavo(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def told(argv: tuple[str, ...]) -> tuple[float, float, subprocess.CompletedProcess[str]]:
-    """Seconds until a server has said why it cannot start: by the clock, and of the CPU: the same where it has a core."""
+    """Seconds until a server has said why it cannot start: by the clock, and of the CPU: the same
+    where it has a core."""
     used, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = octavo("serve", *argv)
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -477,7 +481,7 @@ def test_a_model_that_computes_no_numbers_is_not_served(tmp_path: Path) -> None:
         pass
 
 
-# ---- architectures of other packages ------------------------------------------------------------------
+# ---- architectures of other packages -------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Between the front and the engine process: what is said in one turn of the event loop goes together and in order."""
+"""Between the front and the engine process: what is said in one turn of the event loop goes
+together and in order."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def count(data: bytes) -> int:
 def talk(
     say: Callable[[FrontLink], Any], asked: int = 0
 ) -> tuple[list[ToEngine], list[int], list[ToFront]]:
-    """What the engine's end hears, how many messages left together each time, and what the front's end hears."""
+    """What the engine's end hears, how many messages left together each time, and what the front's
+    end hears."""
     heard: list[ToEngine] = []
     sizes: list[int] = []
     answers: list[ToFront] = []
@@ -182,7 +184,8 @@ def test_what_is_said_last_is_no_error_when_the_link_is_closed() -> None:
 
 
 def test_a_front_that_does_not_read_holds_up_no_engine_and_misses_nothing() -> None:
-    """More than the socket has room for: it is kept, in order, and a message larger than one read comes whole."""
+    """More than the socket has room for: it is kept, in order, and a message larger than one read
+    comes whole."""
     heard: list[ToFront] = []
     said = [Phase(str(i) * 1000, i) for i in range(3000)] + [Phase("x" * 2**22)]
 

@@ -29,7 +29,7 @@ class Owner:
         self.error = error
 
 
-# ---- the queue --------------------------------------------------------------------------------------------
+# ---- the queue -----------------------------------------------------------------------------------
 
 
 def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
@@ -124,7 +124,7 @@ def test_when_to_come_back_follows_the_measured_rate(monkeypatch: pytest.MonkeyP
     )
 
 
-# ---- a server of two rows and a queue of four --------------------------------------------------------------
+# ---- a server of two rows and a queue of four ----------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,8 @@ def test_too_long_in_the_queue(small: Running) -> None:
     for reply in late:
         check_error(reply, 429, code="queue_timeout")
         assert "retry-after" in reply.headers
-    # two rows are taken for as long as the two long ones last: on a quick machine that may be less than the second
+    # two rows are taken for as long as the two long ones last: on a quick machine that may be less
+    # than the second
     assert sorted(r.status_code for r in replies)[:2] == [200, 200]
     assert small.metrics()["octavo:num_requests_waiting"] == 0
 
@@ -267,7 +268,8 @@ def test_where_the_context_is_the_limit_the_pool_is_not_named(running: Running) 
 
 
 def test_a_full_pool_goes_on(small: Running) -> None:
-    """Two sequences that together outgrow the pool: one gives way, and both end with the tokens they have alone."""
+    """Two sequences that together outgrow the pool: one gives way, and both end with the tokens
+    they have alone."""
     bodies = [
         {"prompt": [k] * 30, "max_tokens": 500, "ignore_eos": True, "temperature": 0}
         for k in (1, 2)

@@ -1,4 +1,5 @@
-"""JSON, strictly: what is read the quick way is what the strict way reads, and nothing that it refuses."""
+"""JSON, strictly: what is read the quick way is what the strict way reads, and nothing that it
+refuses."""
 
 from __future__ import annotations
 

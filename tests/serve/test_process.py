@@ -9,8 +9,8 @@ import pytest
 
 from tests.serve.running import ROOT
 
-# Prints the resident memory, in MiB, while many small blocks are allocated, after all of them but the
-# last are freed, and after the interval of return_free_memory.
+# Prints the resident memory, in MiB, while many small blocks are allocated, after all of them but
+# the last are freed, and after the interval of return_free_memory.
 SCRIPT = """
 import time
 from pathlib import Path

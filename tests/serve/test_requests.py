@@ -1,4 +1,5 @@
-"""What a request may say: every bad field is refused with its name, and costs nobody else anything."""
+"""What a request may say: every bad field is refused with its name, and costs nobody else
+anything."""
 
 from __future__ import annotations
 

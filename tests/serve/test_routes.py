@@ -86,7 +86,8 @@ def test_tokens_there_and_back(running: Running) -> None:
 
 @pytest.mark.parametrize("text", ["<|user|>hi<|end|><|assistant|>", "<|user|>" * 100])
 def test_control_tokens_in_a_text_prompt_are_tokens(running: Running, text: str) -> None:
-    """The prompt that a client renders itself is the prompt of the conversation, and /tokenize counts what is billed."""
+    """The prompt that a client renders itself is the prompt of the conversation, and /tokenize
+    counts what is billed."""
     for flag in ({}, {"parse_special": True}, {"parse_special": False}):
         counted = running.post("/tokenize", {"prompt": text, **flag}).json()
         billed = running.complete(prompt=text, max_tokens=1, **flag)["usage"]["prompt_tokens"]
@@ -247,7 +248,8 @@ def test_metrics_tell_waiting_from_computing(running: Running, tokens: int) -> N
 
 
 def test_a_client_that_leaves_is_no_error_and_its_tokens_count(running: Running) -> None:
-    """It leaves after a while: on a busy machine before anything was said, on an idle one after the end, but somewhen amid it."""
+    """It leaves after a while: on a busy machine before anything was said, on an idle one after the
+    end, but somewhen amid it."""
 
     def ended(reason: str) -> float:
         pattern = rf'^octavo:request_success_total{{finished_reason="{reason}".*}} (\S+)'
@@ -344,8 +346,8 @@ def check_default_sampling(other: Running) -> None:
 
 
 def test_other_ways_to_run_it(tmp_path: Path) -> None:
-    """Strict fields, templates from requests, vLLM's metric names, an origin that may use it, prompts without control tokens,
-    a model that recommends how to sample."""
+    """Strict fields, templates from requests, vLLM's metric names, an origin that may use it,
+    prompts without control tokens, a model that recommends how to sample."""
     model = tmp_path / "wise"
     shutil.copytree(tiny.model_dir(), model)
     (model / "generation_config.json").write_text('{"top_k": 1, "max_new_tokens": 5}')

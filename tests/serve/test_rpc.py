@@ -131,7 +131,7 @@ def refused(
     return {**body, "metadata": metadata}
 
 
-# ---- the service ----------------------------------------------------------------------------------------
+# ---- the service ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_reflection_is_all_that_a_client_needs(rpc: Rpc) -> None:
     )
 
 
-# ---- what is wrong with a call ----------------------------------------------------------------------------
+# ---- what is wrong with a call -------------------------------------------------------------------
 
 BAD = {
     "negative length": (
@@ -470,7 +470,7 @@ def test_another_model_and_what_cannot_be_streamed(rpc: Rpc) -> None:
     refused(lambda: rpc.stub.Generate(late), Code.DEADLINE_EXCEEDED, "deadline_exceeded")
 
 
-# ---- time, leaving, load ----------------------------------------------------------------------------------
+# ---- time, leaving, load -------------------------------------------------------------------------
 
 
 def test_deadlines(rpc: Rpc) -> None:
@@ -647,7 +647,7 @@ def test_a_port_that_is_taken(rpc: Rpc) -> None:
         asyncio.run(again())
 
 
-# ---- keys, load, the end ------------------------------------------------------------------------------------
+# ---- keys, load, the end -------------------------------------------------------------------------
 
 GOOD = {"metadata": (("authorization", f"Bearer {KEY}"),)}
 WRONG = {
@@ -695,7 +695,8 @@ def test_a_full_queue_says_when_to_come_back(locked: Rpc) -> None:
 
 
 def opened(call: Callable[[], Any], seconds: float = 10.0) -> tuple[Any, Any]:
-    """A stream's first message, and the stream. The server counts a cancelled call until it hears of it: try again."""
+    """A stream's first message, and the stream. The server counts a cancelled call until it hears
+    of it: try again."""
     deadline = time.monotonic() + seconds
     while True:
         stream = call()
@@ -736,7 +737,7 @@ def test_watchers_hear_of_the_end_before_it_comes(locked: Rpc) -> None:
     assert locked.running.process.wait(10) == 0
 
 
-# ---- the generated code -------------------------------------------------------------------------------------
+# ---- the generated code --------------------------------------------------------------------------
 
 
 def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:

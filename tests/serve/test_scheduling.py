@@ -1,4 +1,5 @@
-"""Priorities, deadlines and keys on their way from a client to the scheduler, and traces of what came."""
+"""Priorities, deadlines and keys on their way from a client to the scheduler, and traces of what
+came."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The routes beside OpenAI's two: each once as it is meant, and once for every error that the documentation names."""
+"""The routes beside OpenAI's two: each once as it is meant, and once for every error that the
+documentation names."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def ask(ws: ClientConnection, **body: Any) -> dict[str, Any]:
     return dict(message)
 
 
-# ---- before there is a model --------------------------------------------------------------------------------
+# ---- before there is a model ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_what_needs_none_answers(loading: Any) -> None:
     assert loading["/ws/generate"]["error"]["code"] == "engine_starting"
 
 
-# ---- WebSocket ------------------------------------------------------------------------------------------------
+# ---- WebSocket -----------------------------------------------------------------------------------
 
 
 def test_a_websocket_tells_what_http_says_in_headers(running: Running) -> None:
@@ -166,7 +167,7 @@ def test_a_websocket_needs_a_key_where_there_are_keys(tmp_path: Path) -> None:
             assert ask(ws, prompt="x", max_new_tokens=1)["type"] == "done"
 
 
-# ---- batches --------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 def test_a_batch_larger_than_the_queue_is_taken(tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_a_batch_that_takes_too_long(running: Running) -> None:
     assert error["type"] == "timeout_error"
 
 
-# ---- tokens, prompts, limits ----------------------------------------------------------------------------------
+# ---- tokens, prompts, limits ---------------------------------------------------------------------
 
 
 def test_a_prompt_is_shown_as_it_would_be_used(running: Running) -> None:

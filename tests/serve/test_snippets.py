@@ -1,4 +1,5 @@
-"""What the pages tell a reader to type against a server works, as it stands there but for the port."""
+"""What the pages tell a reader to type against a server works, as it stands there but for the
+port."""
 
 from __future__ import annotations
 

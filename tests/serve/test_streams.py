@@ -40,7 +40,7 @@ def settled(running: Running, seconds: float = 2.0) -> dict[str, float]:
         time.sleep(0.01)
 
 
-# ---- the format ------------------------------------------------------------------------------------------
+# ---- the format ----------------------------------------------------------------------------------
 
 
 def test_the_stream_is_well_formed(running: Running) -> None:
@@ -89,7 +89,7 @@ def test_min_tokens_with_ignore_eos_may_allow_the_end_of_text(running: Running) 
     assert reply.json()["usage"]["completion_tokens"] == 4
 
 
-# ---- clients that leave -----------------------------------------------------------------------------------
+# ---- clients that leave --------------------------------------------------------------------------
 
 
 async def leave(port: int, body: dict[str, Any], after: float, bytes_read: int | None) -> None:
@@ -226,7 +226,7 @@ def test_cancelling_by_id(running: Running) -> None:
     settled(running)
 
 
-# ---- quick limits -----------------------------------------------------------------------------------------
+# ---- quick limits --------------------------------------------------------------------------------
 
 
 def test_a_client_that_does_not_read_is_left(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_client_that_does_not_read_is_left(tmp_path: Path) -> None:
             settled(quick)
 
 
-# ---- WebSocket --------------------------------------------------------------------------------------------
+# ---- WebSocket -----------------------------------------------------------------------------------
 
 
 def ws(running: Running, **options: Any) -> ClientConnection:

@@ -36,7 +36,7 @@ FORMAT: Any = {
     "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True},
 }
 
-# ---- how it is said --------------------------------------------------------------------------------------
+# ---- how it is said ------------------------------------------------------------------------------
 
 OTHER = {"type": "object", "properties": {"b": {"type": "null"}}}
 EBNF = 'root ::= "a" | "b"'
@@ -115,7 +115,7 @@ def test_large_values_are_not_counted_to_the_end() -> None:
     assert not structured_output.larger_than({"a": [1, None, True, "bc"]}, 100)
 
 
-# ---- what is replied -------------------------------------------------------------------------------------
+# ---- what is replied -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Tools over HTTP: what is asked for, what the model is told, how calls come back, whole and in pieces."""
+"""Tools over HTTP: what is asked for, what the model is told, how calls come back, whole and in
+pieces."""
 
 from __future__ import annotations
 
@@ -221,7 +222,7 @@ def test_calls_are_content_where_none_were_asked_for(parrot: Running) -> None:
         assert choice["finish_reason"] == "stop"
 
 
-# ---- what the model is told -----------------------------------------------------------------------------
+# ---- what the model is told ----------------------------------------------------------------------
 
 
 def test_tools_are_told_to_a_template_that_knows_none(running: Running) -> None:
@@ -303,7 +304,7 @@ def test_calls_can_be_forced_without_a_parser(tmp_path: Path) -> None:
         assert free.status_code == 200 and free.headers["x-tool-calls"] == "not-parsed"
 
 
-# ---- what is refused ------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 deep: dict[str, Any] = {"type": "object"}
 for _ in range(200):
@@ -390,7 +391,7 @@ def test_tools_are_for_chats(running: Running) -> None:
     )
 
 
-# ---- calls that must be made -----------------------------------------------------------------------------
+# ---- calls that must be made ---------------------------------------------------------------------
 
 SWITCH = tool("switch", parameters={"type": "object", "properties": {"lamp": {"$ref": "#/$defs/Lamp"}, "on": {"type": "boolean"}},
               "required": ["lamp", "on"], "$defs": {"Lamp": {"enum": ["left", "right"]}}})  # fmt: skip
@@ -467,7 +468,8 @@ def test_a_schema_that_cannot_be_followed_is_refused(running: Running, stream: b
 
 
 def test_strict_tools_may_be_called_and_then_properly(parrot: Running) -> None:
-    """This model would break the rules: it says what it likes, and is stopped when that is against the grammar."""
+    """This model would break the rules: it says what it likes, and is stopped when that is against
+    the grammar."""
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     tools = [tool(parameters=schema, strict=True)]
     for text in ("Just words", CALL, f"I look.\n{CALL}"):
@@ -486,7 +488,8 @@ def test_strict_tools_may_be_called_and_then_properly(parrot: Running) -> None:
 
 
 def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
-    """A forced call begins with the token itself, not with its characters, and is found although such tokens are hidden."""
+    """A forced call begins with the token itself, not with its characters, and is found although
+    such tokens are hidden."""
     model = tmp_path / "model"
     shutil.copytree(tiny.model_dir(), model)
     backend = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -1,5 +1,5 @@
-"""What can be wrong before a request is understood: bytes, headers, JSON, hosts. Nothing of it ends the server or costs a
-second."""
+"""What can be wrong before a request is understood: bytes, headers, JSON, hosts. Nothing of it ends
+the server or costs a second."""
 
 from __future__ import annotations
 

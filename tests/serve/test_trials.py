@@ -1,4 +1,5 @@
-"""Specs of structured output are tried in worker processes: what is remembered of a trial, and what a crash costs."""
+"""Specs of structured output are tried in worker processes: what is remembered of a trial, and what
+a crash costs."""
 
 from __future__ import annotations
 
@@ -159,7 +160,7 @@ def test_long_specs_are_heavy_jobs_and_few_verdicts_are_kept(
     with_trials(test)
 
 
-# ---- through the server -------------------------------------------------------------------------------------
+# ---- through the server --------------------------------------------------------------------------
 
 
 class Neighbour(threading.Thread):

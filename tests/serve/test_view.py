@@ -50,7 +50,7 @@ def has_viewer(loop: EngineLoop) -> bool:
     )
 
 
-# ---- the loop -------------------------------------------------------------------------------------------
+# ---- the loop ------------------------------------------------------------------------------------
 
 
 def test_a_look_is_answered_at_once_and_makes_no_step() -> None:
@@ -139,7 +139,7 @@ def test_a_view_survives_the_link() -> None:
     assert all(decode_to_front(encode(view)) == view for view in sent_views(sent))
 
 
-# ---- what is in it --------------------------------------------------------------------------------------
+# ---- what is in it -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", [1024, 10, 7])

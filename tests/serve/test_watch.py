@@ -1,4 +1,5 @@
-"""The live page and its feed: what it shows, that it is bounded, and that watching costs nobody anything."""
+"""The live page and its feed: what it shows, that it is bounded, and that watching costs nobody
+anything."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def generating(running: Running, count: int = 1, **fields: Any) -> Iterator[list
         thread.join(60)
 
 
-# ---- the page -------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", PAGE)
@@ -123,12 +124,13 @@ def test_the_package_contains_the_page() -> None:
     assert set(FOLDER.iterdir()) <= packed and len(PAGE) == len(list(FOLDER.iterdir()))
 
 
-# ---- the feed -------------------------------------------------------------------------------------------
+# ---- the feed ------------------------------------------------------------------------------------
 
 
 def test_a_frame_is_a_whole_picture(running: Running) -> None:
     with watch(running) as socket, generating(running, 3, n=2):
-        # until the picture and the metrics agree: a newer heartbeat may have come with an older view
+        # until the picture and the metrics agree: a newer heartbeat may have come with an older
+        # view
         for frame in frames(socket):
             view, heartbeat = frame["view"], frame["heartbeat"]
             if view and view["decoding"] >= 4:
@@ -286,7 +288,7 @@ def test_watchers_are_bounded(running: Running) -> None:
         assert json.loads(socket.recv(timeout=5))["numbers"]["watchers"] == 1
 
 
-# ---- who may watch --------------------------------------------------------------------------------------
+# ---- who may watch -------------------------------------------------------------------------------
 
 
 def test_a_page_of_another_origin_may_not_watch(running: Running) -> None:
@@ -357,7 +359,7 @@ def test_a_browser_sends_its_key_as_a_subprotocol(locked: Running) -> None:
     assert KEY not in locked.log.read_text() and offer(KEY)[1] not in locked.log.read_text()
 
 
-# ---- an engine that comes and goes ----------------------------------------------------------------------
+# ---- an engine that comes and goes ---------------------------------------------------------------
 
 
 def test_watching_goes_on_while_the_engine_starts_and_dies_and_starts_again(tmp_path: Path) -> None:

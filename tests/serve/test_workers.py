@@ -1,4 +1,5 @@
-"""Worker processes: one that hangs, crashes or takes too much memory fails its own job, and nobody else notices."""
+"""Worker processes: one that hangs, crashes or takes too much memory fails its own job, and nobody
+else notices."""
 
 from __future__ import annotations
 
@@ -253,7 +254,8 @@ def test_tokenizers_that_hang_starve_nobody(faulty: Running) -> None:
 
 
 def test_text_that_cannot_be_made_of_tokens_ends_its_own_request_only(faulty: Running) -> None:
-    """After 200 was sent it is a typed error in the stream, with the usage so far; others in the same step get their tokens."""
+    """After 200 was sent it is a typed error in the stream, with the usage so far; others in the
+    same step get their tokens."""
     body = {"prompt": [17, 17, 3], "max_tokens": 50, "ignore_eos": True, "temperature": 0}
     other = {**body, "prompt": [18, 18, 3]}
     alone = faulty.complete(**other)["choices"][0]["text"]

@@ -1,4 +1,5 @@
-"""A worker process that does not check how deep a spec of structured output is, and has little stack: it crashes over deep ones."""
+"""A worker process that does not check how deep a spec of structured output is, and has little
+stack: it crashes over deep ones."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""A server under normal load with every attack mixed in, for a long time: nothing may change but the clock.
+"""A server under normal load with every attack mixed in, for a long time: nothing may change but
+the clock.
 
     python -m tests.soak --minutes 60 --out soak
 
-Checks that replies that are determined stay those of an idle server, that the memory of the front, the engine and the workers
-does not grow after a warm-up, that no request hangs, that every KV block is accounted for, that descriptors come back, and that
-the engine never starts again. Writes OUT.json with all samples and OUT.svg with a picture of the memory. The exit status is 1
-if anything was wrong.
+Checks that replies that are determined stay those of an idle server, that the memory of the front,
+the engine and the workers does not grow after a warm-up, that no request hangs, that every KV block
+is accounted for, that descriptors come back, and that the engine never starts again. Writes
+OUT.json with all samples and OUT.svg with a picture of the memory. The exit status is 1 if anything
+was wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Normal mixed load: clients that stream, sample, constrain, leave, and whose replies are compared where they are determined."""
+"""Normal mixed load: clients that stream, sample, constrain, leave, and whose replies are compared
+where they are determined."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ class Load:
             except Exception as error:
                 self.wrong.append(f"{name}: {error!r}"[:500])
 
-    # ---- what clients do --------------------------------------------------------------------------
+    # ---- what clients do -------------------------------------------------------------------------
 
     def _ask(self, http: httpx.Client, path: str, body: dict[str, Any]) -> Any:
         """The reply; comes back later when the server is busy."""

@@ -19,7 +19,8 @@ class Trend(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """By how much the quantity has grown for sure, over the whole time; not above 0: it may not have grown at all."""
+        """By how much the quantity has grown for sure, over the whole time; not above 0: it may not
+        have grown at all."""
         return (self.per_hour - self.error) * self.hours
 
     def __str__(self) -> str:
@@ -29,8 +30,8 @@ class Trend(NamedTuple):
 def fit(seconds: Sequence[float], values: Sequence[float]) -> Trend:
     """The least-squares line through the lowest values of blocks of samples.
 
-    What is taken for a moment and given back does not raise the lowest value; a leak does. And blocks are independent, which
-    samples in a row are not.
+    What is taken for a moment and given back does not raise the lowest value; a leak does. And
+    blocks are independent, which samples in a row are not.
     """
     if len(seconds) < 4:
         raise ValueError("a trend needs at least four samples")

@@ -1,4 +1,5 @@
-"""Small tokenizers of every kind in use, trained here on a few sentences, and texts that are hard on them."""
+"""Small tokenizers of every kind in use, trained here on a few sentences, and texts that are hard
+on them."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def byte_level(
 def sentencepiece(
     prefix: str = "first", specials: tuple[str, ...] = ("<unk>", "<s>", "</s>")
 ) -> Tokenizer:
-    """Llama 2's kind. prefix: "first" and "always" as Metaspace has it, "never" as in Gemma, "legacy" by a normalizer."""
+    """Llama 2's kind. prefix: "first" and "always" as Metaspace has it, "never" as in Gemma,
+    "legacy" by a normalizer."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(META_SYMBOL, prepend_scheme="always")
     trained.train_from_iterator(SENTENCES, trainers.BpeTrainer(vocab_size=400, show_progress=False))
@@ -132,7 +134,8 @@ def metaspace() -> Tokenizer:
 
 
 def wordpiece() -> Tokenizer:
-    """A kind whose tokens have no bytes of their own: the next token decides about the space before it."""
+    """A kind whose tokens have no bytes of their own: the next token decides about the space before
+    it."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)

@@ -1,4 +1,5 @@
-"""Tokens become the same text however they arrive, and stop strings are cut where they are completed."""
+"""Tokens become the same text however they arrive, and stop strings are cut where they are
+completed."""
 
 from __future__ import annotations
 

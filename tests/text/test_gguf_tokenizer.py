@@ -61,7 +61,8 @@ def model_state(tokenizer: Any) -> dict[str, Any]:
 
 
 def sentencepiece_metadata(architecture: str = "llama") -> dict[str, Any]:
-    """As converters write it: merged pieces in the order they were learned, then single characters, no merges."""
+    """As converters write it: merged pieces in the order they were learned, then single characters,
+    no merges."""
     state = model_state(sentencepiece())
     names = [token for token in state["vocab"] if token.startswith("<")][: 3 + 256]
     merged = list(dict.fromkeys("".join(merge) for merge in state["merges"]))
@@ -97,7 +98,7 @@ def byte_level_metadata(pre: str | None, **more: Any) -> dict[str, Any]:
     return metadata if pre is None else {**metadata, "tokenizer.ggml.pre": pre}
 
 
-# ---- the embedded model ----------------------------------------------------------------------------
+# ---- the embedded model --------------------------------------------------------------------------
 
 
 def test_the_embedded_tokenizer_knows_its_special_tokens(embedded: Tokenizer) -> None:
@@ -110,7 +111,8 @@ def test_the_embedded_tokenizer_knows_its_special_tokens(embedded: Tokenizer) ->
 
 def test_the_embedded_tokenizer_agrees_with_transformers(embedded: Tokenizer) -> None:
     theirs = auto_tokenizer(embedded_path())
-    # Their conversion leaves out that this vocabulary's digits stand alone, which matters for white space before numbers.
+    # Their conversion leaves out that this vocabulary's digits stand alone, which matters for white
+    # space before numbers.
     assert embedded.encode("a\n\n 1") != theirs("a\n\n 1").input_ids
     theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -123,7 +125,7 @@ def test_the_embedded_tokenizer_agrees_with_transformers(embedded: Tokenizer) ->
         assert embedded.decode(embedded.encode(text)) == text
 
 
-# ---- byte-level vocabularies -----------------------------------------------------------------------
+# ---- byte-level vocabularies ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_an_unknown_pre_tokenizer_is_refused() -> None:
         Tokenizer.from_gguf(byte_level_metadata("martian"))
 
 
-# ---- SentencePiece vocabularies --------------------------------------------------------------------
+# ---- SentencePiece vocabularies ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -229,7 +231,8 @@ def test_sentencepiece_files_agree_with_transformers(architecture: str, tmp_path
 
 
 def reference_sentencepiece(text: str, metadata: dict[str, Any]) -> list[int]:
-    """SentencePiece's own definition: again and again, join the neighbours that make the best piece, the leftmost first."""
+    """SentencePiece's own definition: again and again, join the neighbours that make the best
+    piece, the leftmost first."""
     vocab = {token: id for id, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     scores = metadata["tokenizer.ggml.scores"]
     parts = list((" " + text.removeprefix(" ") if text else "").replace(" ", META_SYMBOL))
@@ -270,7 +273,7 @@ def test_the_end_of_a_turn_ends_a_generation_too() -> None:
     assert t.end_ids == frozenset([2, 300]) and 300 in t.special_ids
 
 
-# ---- as files -----------------------------------------------------------------------------------------
+# ---- as files ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["llama-bpe", "smollm", "qwen2", "sentencepiece"])
@@ -300,7 +303,7 @@ def test_transformers_reads_a_written_tokenizer(tmp_path: Path) -> None:
     assert theirs.chat_template == ours.chat_template
 
 
-# ---- what cannot be read ---------------------------------------------------------------------------
+# ---- what cannot be read -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

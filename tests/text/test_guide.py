@@ -1,4 +1,5 @@
-"""Guides by llguidance: they allow what matches and nothing else, and what cannot be followed is said to be so."""
+"""Guides by llguidance: they allow what matches and nothing else, and what cannot be followed is
+said to be so."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def guides(embedded: Tokenizer) -> Guides:
     return make(embedded)
 
 
-# ---- what is allowed --------------------------------------------------------------------------------
+# ---- what is allowed -----------------------------------------------------------------------------
 
 
 def test_json_is_what_the_schema_says_and_compact(guides: Guides, embedded: Tokenizer) -> None:
@@ -321,7 +322,7 @@ def test_what_no_token_can_write_fails_when_it_comes_to_it(
         walk(guides.compile(StructuredOutputs(choice=["a\x04b"])), embedded, random.Random(1))
 
 
-# ---- what is refused --------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def chained(length: int) -> dict[str, Any]:
@@ -440,7 +441,7 @@ def test_without_llguidance_it_says_what_to_install(
         make(embedded).compile(StructuredOutputs(choice=["a"]))
 
 
-# ---- compiling --------------------------------------------------------------------------------------
+# ---- compiling -----------------------------------------------------------------------------------
 
 
 def test_the_same_is_compiled_once(embedded: Tokenizer) -> None:
@@ -491,7 +492,8 @@ def test_a_guide_that_has_led_many_texts_is_replaced(
 def test_a_guide_that_is_full_is_replaced_and_not_the_end_of_its_grammar(
     embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All copies share a lexer, and its states are limited: what one text leaves behind is lost to the next."""
+    """All copies share a lexer, and its states are limited: what one text leaves behind is lost to
+    the next."""
     monkeypatch.setitem(module.PARSER_LIMITS, "max_lexer_states", 2000)
     guides, spec = make(embedded), StructuredOutputs(regex=r"(\p{L}{0,100}\w{0,200}\s){0,200}")
     first = guides.compile(spec)
@@ -514,7 +516,8 @@ def test_the_deepest_specs_that_are_let_in_compile(embedded: Tokenizer) -> None:
 def test_a_trial_has_stack_to_spare(
     embedded: Tokenizer, size: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quarter of its stack, and a sixteenth of what guides are compiled with, is enough for everything that is let in."""
+    """A quarter of its stack, and a sixteenth of what guides are compiled with, is enough for
+    everything that is let in."""
     assert trial.STACK_BYTES * 4 <= module.STACK_BYTES
     monkeypatch.setattr(trial, "STACK_BYTES", trial.STACK_BYTES // 4)
     spec = (
@@ -588,7 +591,8 @@ def test_waiting_for_a_thread_is_not_held_against_a_spec(
 def test_threads_that_are_lost_are_replaced(
     embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """More than there are threads, and nobody asks for them any more: what comes after them is compiled all the same."""
+    """More than there are threads, and nobody asks for them any more: what comes after them is
+    compiled all the same."""
 
     class Panic(BaseException):
         """As native code raises it."""

@@ -1,4 +1,5 @@
-"""JSON schemas before they are compiled: how deep they may be, and which of their objects are closed."""
+"""JSON schemas before they are compiled: how deep they may be, and which of their objects are
+closed."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ def test_chain_depths_bound_every_walk() -> None:
             )
 
 
-# ---- closing ------------------------------------------------------------------------------------------------
+# ---- closing -------------------------------------------------------------------------------------
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Tokenizers read from model directories agree with transformers, and a user's text never holds a control token."""
+"""Tokenizers read from model directories agree with transformers, and a user's text never holds a
+control token."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def assert_agree(path: Path) -> Tokenizer:
     return ours
 
 
-# ---- directories -----------------------------------------------------------------------------------
+# ---- directories ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "llama-3"])
@@ -208,7 +209,7 @@ def test_what_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path)
 
 
-# ---- special tokens in a user's text -----------------------------------------------------------------
+# ---- special tokens in a user's text -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -254,7 +255,8 @@ TOKENIZERS["sentencepiece-old"] = Tokenizer(OLD)
 def test_marked_special_tokens_are_text_and_all_others_count(
     kind: str, data: st.DataObject
 ) -> None:
-    """With no mark the tokens are the library's own; with every special token marked they are the plain ones."""
+    """With no mark the tokens are the library's own; with every special token marked they are the
+    plain ones."""
     t = TOKENIZERS[kind]
     specials = [t.token_str(id) for id in t.special_ids]
     text = "".join(
@@ -392,7 +394,7 @@ def test_encoding_for_users_and_for_templates_does_not_interfere_across_threads(
     assert not wrong
 
 
-# ---- memory ------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 class MallocInfo(ctypes.Structure):
@@ -427,7 +429,7 @@ def test_words_that_never_return_take_little_memory() -> None:
     assert allocated_mib() - before < 16
 
 
-# ---- the rest ----------------------------------------------------------------------------------------
+# ---- the rest ------------------------------------------------------------------------------------
 
 
 def test_tokens_have_a_spelling_and_bytes() -> None:
@@ -446,7 +448,7 @@ def test_what_is_not_unicode_text_is_refused(text: Any) -> None:
         TOKENIZERS["byte-level"].encode(text)
 
 
-# ---- characters that a vocabulary lacks ---------------------------------------------------------------
+# ---- characters that a vocabulary lacks ----------------------------------------------------------
 
 
 def lacking(kind: str) -> tokenizers.Tokenizer:

@@ -123,7 +123,7 @@ def _in_gemma(value: Any, quote: str) -> str:
     return json.dumps(value)
 
 
-# ---- what is a call -----------------------------------------------------------------------------------
+# ---- what is a call ------------------------------------------------------------------------------
 
 
 HERMES_TEXTS: dict[str, tuple[str, Found]] = {
@@ -343,7 +343,7 @@ def test_when_the_reply_is_over() -> None:
     assert not both.over and not make_parser(HERMES, NAMES, parallel=False).over
 
 
-# ---- pieces ---------------------------------------------------------------------------------------------
+# ---- pieces --------------------------------------------------------------------------------------
 
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<|python_tag|>", "<tool", "</", "<", "{", "}", "[", "]", '"', "\\", ",", ":", ";", " ", "\n",
@@ -595,7 +595,7 @@ def test_members_with_quotes_of_their_own() -> None:
     assert members_as_json("oops", '<|"|>') is None
 
 
-# ---- time -----------------------------------------------------------------------------------------------
+# ---- time ----------------------------------------------------------------------------------------
 
 SIZE = 100_000
 LARGE_SIZE = 1_000_000
@@ -682,7 +682,7 @@ def test_time_is_linear_in_other_formats_and_large_texts(
     check_linear(head, repeated, LARGE_SIZE // 4, FORMATS[name])
 
 
-# ---- what the model is told and held to -----------------------------------------------------------------
+# ---- what the model is told and held to ----------------------------------------------------------
 
 WEATHER = {
     "type": "function",

@@ -1,4 +1,5 @@
-"""Training a draft head: on any architecture, to a head that loads, drafts as it was trained to, and improves."""
+"""Training a draft head: on any architecture, to a head that loads, drafts as it was trained to,
+and improves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GGUF files whose fields are changed: metadata, tensors and offsets, in a file that is well formed otherwise."""
+"""GGUF files whose fields are changed: metadata, tensors and offsets, in a file that is well formed
+otherwise."""
 
 from __future__ import annotations
 

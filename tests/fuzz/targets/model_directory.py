@@ -1,4 +1,5 @@
-"""A model's directory: config.json, generation_config.json, an index of shards, and the header of a safetensors file."""
+"""A model's directory: config.json, generation_config.json, an index of shards, and the header of a
+safetensors file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bodies of POST /tokenize, POST /detokenize and the route that renders a chat: the same body goes to each."""
+"""Bodies of POST /tokenize, POST /detokenize and the route that renders a chat: the same body goes
+to each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bytes that follow the handshake of a WebSocket. The first byte says in how many parts they arrive."""
+"""Bytes that follow the handshake of a WebSocket. The first byte says in how many parts they
+arrive."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def frames(data: bytes) -> list[tuple[int, bytes]]:
 
 
 def one_input(data: bytes) -> object:
-    """Whatever arrives, what goes out is whole frames: messages in JSON, pongs, and one close at the end."""
+    """Whatever arrives, what goes out is whole frames: messages in JSON, pongs, and one close at
+    the end."""
     parts = data[0] % 8 + 1 if data else 1
     step = max(1, -(-len(data) // parts))
     written = server().write([WEBSOCKET, *(data[i : i + step] for i in range(1, len(data), step))])
