@@ -26,18 +26,18 @@ Check = Callable[[str, Any], Any]
 class Option:
     """How the command line shows a field of a dataclass, and which values are allowed."""
 
-    help: str = ""  # empty: the field is not an option of the command line
-    # the box of --help; None: the box of the command's own options
+    help: str = ""  # If it is empty, the field is not an option of the command line.
+    # The box of --help. None stands for the box of the command's own options.
     panel: Literal["Model", "Memory", "Scheduling", "Sampling", "Safety", "Load"] | None = None
     metavar: str = ""
-    flag: str = ""  # empty: the name of the field with dashes
-    alias: str = ""  # another name of the flag
+    flag: str = ""  # If it is empty, the flag is the name of the field with dashes.
+    alias: str = ""  # Another name of the flag.
     # How the command line reads the value: by its type, as a size such as 32K, as the name of a
-    # file with a chat template, or as METHOD[,NAME=VALUE...]. None of the sizes but "size or zero" may be 0, and "size or auto"
-    # may also be "auto", which means None.
+    # file with a chat template, or as METHOD[,NAME=VALUE...]. Only "size or zero" may be 0, and
+    # "size or auto" may also be "auto", which means None.
     reads: Literal["", "size", "size or zero", "size or auto", "chat template", "speculative"] = ""
     show_default: bool = False
-    check: Check | None = None  # None also passes if it is the default
+    check: Check | None = None  # The value None also passes if it is the default.
 
 
 # ---- checks ------------------------------------------------------------------------------------

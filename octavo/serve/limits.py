@@ -1,6 +1,6 @@
-"""All bounds on what a client may send. `/v1/limits` shows them.
+"""All limits on what a client may send. `/v1/limits` returns them.
 
-A bound that is declared with an Option is also an option of `octavo serve`.
+A limit that is declared with an Option is also an option of `octavo serve`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from octavo.params import MAX_BEAMS
 @dataclass(frozen=True)
 class Limits:
     body_bytes: int = 8 * 2**20
-    body_memory: int = 256 * 2**20  # bytes of all bodies that are not parsed yet
+    body_memory: int = 256 * 2**20  # The bytes of all bodies that are not parsed yet.
     body_memory_per_address: int = 64 * 2**20
-    values: int = 65_536  # strings, numbers, lists and objects in a body, besides token ids
-    unknown_fields: int = 256  # that are ignored
+    values: int = 65_536  # Strings, numbers, lists and objects in a body, besides token ids.
+    unknown_fields: int = 256  # A request with more unknown fields is refused.
     header_bytes: int = 64 * 2**10
     headers: int = 256
     header_seconds: float = 10.0
     body_seconds: float = 30.0
-    text_seconds: float = 10.0  # for a worker process to read one input: parse, tokenise, render
-    text_memory: int = 768 * 2**20  # bytes that a worker process may take for one input
-    template_chars: int = 256 * 2**10  # of a chat template that the client sent
-    template_seconds: float = 3.0  # to render a chat by a template that the client sent
-    idle_seconds: float = 30.0  # until a connection without a request is closed
-    send_seconds: float = 20.0  # until the connection of a client that reads nothing is closed
+    text_seconds: float = 10.0  # The time of a worker process to parse, tokenise or render.
+    text_memory: int = 768 * 2**20  # The bytes that a worker process may use for one input.
+    template_chars: int = 256 * 2**10  # The length of a chat template in a request.
+    template_seconds: float = 3.0  # The time to render a chat template in a request.
+    idle_seconds: float = 30.0  # A connection without a request is closed after this time.
+    send_seconds: float = 20.0  # A client that reads nothing is disconnected after this time.
     # HTTP and WebSocket connections; the limit holds for gRPC connections and gRPC calls too.
     connections: Annotated[
         int,
@@ -56,9 +56,9 @@ class Limits:
         ),
     ] = 1024
     connections_per_key: int = 1024
-    # pings, pongs and fragments below 1 KiB, per minute and connection
+    # Pings, pongs and fragments below 1 KiB, per minute and connection.
     websocket_small_frames: int = 1200
-    websocket_errors: int = 60  # invalid messages, per minute and connection
+    websocket_errors: int = 60  # Invalid messages per minute and connection.
     watchers: Annotated[
         int,
         Option(
@@ -71,28 +71,28 @@ class Limits:
         ),
     ] = 8
     messages: int = 4096
-    parts: int = 4096  # of all messages together
+    parts: int = 4096  # The parts of all messages together.
     tools: int = 128
-    tool_chars: int = 256 * 2**10  # of all tools, as JSON
-    prompts: int = 1024  # in one request
-    prompt_tokens: int = 2**20  # of all prompts of one request
+    tool_chars: int = 256 * 2**10  # The length of all tools together, as JSON.
+    prompts: int = 1024  # The prompts of one request.
+    prompt_tokens: int = 2**20  # The tokens of all prompts of one request.
     n: int = 128
     best_of: int = 20
     beams: int = MAX_BEAMS
-    sequences: int = 2048  # prompts x n (or best_of) of one request
-    stops: int = 64  # vLLM and OpenAI take 4, older versions of vLLM any number
+    sequences: int = 2048  # Prompts x n (or best_of) of one request.
+    stops: int = 64  # vLLM and OpenAI allow 4, and older versions of vLLM allow any number.
     stop_chars: int = 1024
     logit_bias: int = 1024
-    structure_bytes: int = 256 * 2**10  # of a schema, a grammar or all choices
-    structure_seconds: float = 5.0  # for a worker process to compile one of them on trial
-    token_ids: int = 4096  # entries of stop_token_ids
+    structure_bytes: int = 256 * 2**10  # The length of a schema, a grammar or all choices.
+    structure_seconds: float = 5.0  # The time of a trial compilation in a worker process.
+    token_ids: int = 4096  # The items of stop_token_ids.
     top_logprobs: int = 20
-    completion_logprobs: int = 20  # OpenAI allows 5; clients of vLLM ask for more
-    logprob_entries: int = 2_000_000  # prompt positions x logprobs each
+    completion_logprobs: int = 20  # OpenAI allows 5, but clients of vLLM request more.
+    logprob_entries: int = 2_000_000  # Prompt positions x logprobs of each.
     salt_chars: int = 256
     label_chars: int = 128
     timeout_seconds: float = 3600.0
-    failed_logins: int = 20  # a minute and address
+    failed_logins: int = 20  # Wrong keys per minute and address.
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -1,7 +1,8 @@
 """The options of a server. Each option is declared once: name, type, default, check and help
 (octavo/option_declaration.py). `octavo serve` shows every field with a help text as an option.
 
-Bounds on what a client may send are in limits.py. Must not import torch, typer or the server.
+Limits on what a client may send are in limits.py. This module must not import torch, typer or the
+server.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from octavo.errors import InvalidRequest
 from octavo.option_declaration import Option, check_options, one_of, path, real, texts, whole
 from octavo.serve.limits import Limits
 
-MAX_SECONDS = 10**9  # of every timeout and interval
-# A port that is opened only if it is given may not be 0, because nobody would know its number.
+MAX_SECONDS = 10**9  # The largest value of every timeout and interval.
+# The number 0 would choose a free port, but nothing reports which one, so these ports may not be 0.
 given_port = whole(1, 65535)
 
 
@@ -30,16 +31,16 @@ def known_level(name: str, value: Any) -> Any:
 def known_parser(name: str, value: Any) -> Any:
     if value in ("auto", "none"):
         return value
-    from octavo.text.tool_formats import FORMATS  # takes time that `octavo --help` does not have
+    from octavo.text.tool_formats import FORMATS  # This import would slow `octavo --help` down.
 
     return one_of("auto", "none", *FORMATS)(name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """How a server is run. `model`, `engine` and `limits` are not options themselves."""
+    """The configuration of a server. `model`, `engine` and `limits` are not options themselves."""
 
-    model: str | None = None  # None: the embedded model
+    model: str | None = None  # None stands for the embedded model.
     engine: EngineOptions = field(default_factory=EngineOptions)
     limits: Limits = field(default_factory=Limits)
 
@@ -62,7 +63,7 @@ class ServeConfig:
     health_port: Annotated[
         int | None,
         Option(
-            "Also answer /livez on this port, from a thread of its own.",
+            "Also serve /livez on this port, in separate threads.",
             metavar="1..65535",
             check=given_port,
         ),
@@ -201,7 +202,7 @@ class ServeConfig:
             check=real(0.001, MAX_SECONDS),
         ),
     ] = 60.0
-    # A request may ask for less time.
+    # A request may set a shorter time.
     request_timeout: Annotated[
         float,
         Option(

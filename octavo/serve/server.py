@@ -1,9 +1,8 @@
-"""Runs the front: opens the port, starts the engine, serves, drains, ends. The only place that
-handles signals.
+"""Runs the front process: it opens the port, starts the engine process, serves, drains and ends.
 
-first SIGTERM or SIGINT   the server is no longer ready; open requests have `drain_timeout` seconds
-                          to end, then they are aborted
-second                    open requests are aborted now
+Only this module handles signals. After a first SIGTERM or SIGINT, the server is no longer ready,
+and open requests have `drain_timeout` seconds to end before they are aborted. After a second
+signal, open requests are aborted at once.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ if TYPE_CHECKING:
     from octavo.serve.endpoints.grpc_service import RpcServer
 
 log = logging.getLogger(__name__)
-LOOPBACK = ("127.0.0.1", "::1")  # the addresses of proxies that are always trusted
-CLOSE_SECONDS = 5.0  # that clients have to read how their requests ended
-OTHER_DESCRIPTORS = 256  # open files that are no connections of clients
+LOOPBACK = ("127.0.0.1", "::1")  # Proxies at these addresses are always trusted.
+CLOSE_SECONDS = 5.0  # Clients have this time to read the end of their replies.
+OTHER_DESCRIPTORS = 256  # The number of open files that are not connections of clients.
 
 
 class ServeError(OctavoError):
-    """The server cannot start as it was asked to."""
+    """The server cannot start with this configuration."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with our own way to accept connections, and without its signal handlers."""
+    """A uvicorn server with Octavo's acceptor, and without uvicorn's signal handlers."""
 
     def __init__(
         self,
@@ -111,7 +110,8 @@ def listen(config: ServeConfig) -> socket.socket:
         found.close()
         if error.errno == errno.EADDRINUSE:
             raise ServeError(
-                f"port {config.port} is in use already: stop what uses it, or give another --port"
+                f"port {config.port} is in use already: stop the program that uses it, or use "
+                "another --port"
             ) from None
         raise ServeError(
             f"cannot listen on {config.host} port {config.port}: {error.strerror}"
@@ -121,8 +121,8 @@ def listen(config: ServeConfig) -> socket.socket:
 
 
 def listen_rpc(front: Front, host: str, port: int) -> RpcServer:
-    """On the same address as HTTP, which has been judged. gRPC opens its ports itself."""
-    # the engine is a new program, not a fork that goes on with our calls
+    """Listen for gRPC on the same host as HTTP, which was checked before."""
+    # Child processes are new programs, not forks that would continue the open calls.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     try:
         from octavo.serve.endpoints.grpc_service import RpcServer
@@ -134,12 +134,13 @@ def listen_rpc(front: Front, host: str, port: int) -> RpcServer:
         return RpcServer(front, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except RuntimeError:
         raise ServeError(
-            f"cannot listen on port {port} for gRPC: stop what uses it, or give another --grpc-port"
+            f"cannot listen on port {port} for gRPC: stop the program that uses it, or use another "
+            "--grpc-port"
         ) from None
 
 
 def listen_health(address: tuple[str, int], port: int, watchdog: LoopWatchdog) -> HealthServer:
-    """On the same address as HTTP."""
+    """Listen for health checks on the same host as HTTP."""
     try:
         return HealthServer((address[0], port), watchdog)
     except OSError as error:
@@ -150,7 +151,7 @@ def listen_health(address: tuple[str, int], port: int, watchdog: LoopWatchdog) -
 
 class Server:
     def __init__(self, config: ServeConfig, say: Callable[[Front, int], None] | None = None):
-        """`say` is called once the model is loaded, with the port."""
+        """Create the server. `say` is called with the port after the model is loaded."""
         self.socket = listen(config)
         self.port = self.socket.getsockname()[1]
         self.config = config
@@ -168,7 +169,7 @@ class Server:
         self._cut: asyncio.Event = asyncio.Event()
 
     def run(self) -> None:
-        """Until a signal. Raises what kept it from starting."""
+        """Serve until a signal arrives. Raises an error if the server cannot start."""
         import uvloop
 
         return_large_blocks()
@@ -187,8 +188,7 @@ class Server:
             uvicorn.Config(
                 application(self.front),
                 ws_max_size=limits.body_bytes,
-                # Compressing would cost a millisecond for each frame of the live page and each of
-                # its watchers.
+                # Compression would cost a millisecond per frame and client of the live page.
                 ws_per_message_deflate=False,
                 lifespan="off",
                 forwarded_allow_ips=[*LOOPBACK, *self.config.trusted_proxies],
@@ -267,7 +267,7 @@ class Server:
                 while client.calls and not self._cut.is_set():
                     await asyncio.sleep(0.02)
         client.fail_all(api_errors.cut_off())
-        for _ in range(50):  # let the streams say so
+        for _ in range(50):  # The streams need time to send the error.
             if not client.calls:
                 return
             await asyncio.sleep(0.02)
