@@ -308,7 +308,7 @@ class DiskEvent(NamedTuple):
 class StepResult:
     """The results of one step. Lists have one entry per item of the plan, in order."""
 
-    # Sampled tokens: none for a prefill chunk that is not the last, several where drafts were right.
+    # Sampled tokens: none for a prefill chunk that is not the last, several if drafts were right.
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]] | None = None  # like tokens; None: not requested
     # item index -> logprobs of the token AFTER each computed position

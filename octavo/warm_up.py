@@ -39,7 +39,7 @@ def warm_up(engine: Engine, kind: str) -> None:
 
 
 def measure_rows(engine: Engine, costs: StepCosts) -> None:
-    """Measure decode steps of several sizes: how many drafts pay depends on what their rows cost."""
+    """Measure decode steps of several sizes, because the best number of drafts depends on them."""
     scheduler = engine.scheduler
     params = SamplingParams(max_tokens=MEASURED_STEPS + 2, ignore_eos=True, detokenize=False)
     for num_rows in ROWS:

@@ -136,8 +136,8 @@ def open_remote(
     unusable = sorted(given_options & engine_options - sampling_options)
     if unusable:
         raise InvalidRequest(
-            f"{flag_of(EngineOptions, unusable[0])} sets how a model is loaded and cannot be used with --url: "
-            "leave it out"
+            f"{flag_of(EngineOptions, unusable[0])} sets how a model is loaded and cannot be used "
+            "with --url: leave it out"
         )
     backend = RemoteBackend(url, api_key, model, seed)
     context = f", context {tokens(backend.context)}" if backend.context else ""

@@ -654,9 +654,9 @@ class Scheduler:
         return outputs
 
     def _commit_drafts(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Advance a sequence over the drafts that were right, and give back the blocks of the others.
-        The blocks that the right ones fill are published with the next step: their tokens are not
-        in `seq.tokens` yet."""
+        """Advance a sequence over the drafts that were right, and give back the blocks of the
+        others. The blocks that the right ones fill are published with the next step: their tokens
+        are not in `seq.tokens` yet."""
         assert self.speculation is not None
         self.speculation.observe(seq, num_drafts, num_accepted)
         seq.accepted_drafts += num_accepted

@@ -1,17 +1,17 @@
-"""Speculative decoding: guess the next tokens of a sequence cheaply, and verify several in one step.
+"""Speculative decoding guesses the next tokens of a sequence cheaply, and verifies several at once.
 
 A step that computes one token of a sequence reads all weights of the model. Computing a few more
 tokens beside it costs little, as long as the memory and not the arithmetic is the limit.
 
     tokens known       the quick brown
-    drafts                             fox  jumps  over          guessed by a drafter
-    sampled by the model          fox  jumps  onto  a            after "brown", "fox", "jumps", "over"
-    kept                          fox  jumps  onto               up to the first that differs
+    drafts                             fox  jumps  over        guessed by a drafter
+    sampled by the model          fox  jumps  onto  a          after "brown", "fox", "jumps", "over"
+    kept                          fox  jumps  onto             up to the first that differs
 
 The model samples at every position with its own parameters and its own noise, which depends on seed
-and position alone. A kept token is therefore the token that decoding without drafts would have given:
-drafts change the speed and nothing else. Positions of wrong drafts are computed again by the next
-step: the sequence does not advance over them.
+and position alone. A kept token is therefore the token that decoding without drafts would have
+given: drafts change the speed and nothing else. Positions of wrong drafts are computed again by the
+next step: the sequence does not advance over them.
 
     plan     a decoding sequence gets 1 + k positions; `planned` counts all of them
     commit   `computed` advances by the tokens kept, and `planned` and the block table shrink

@@ -184,8 +184,8 @@ class CausalLM(nn.Module):
         )
 
     def first_layers(self, count: int) -> CausalLM:
-        """Return a model of the first layers, whose weights and KV cache are those of this model. It
-        is called after finish_loading()."""
+        """Return a model of the first layers, whose weights and KV cache are those of this model.
+        It is called after finish_loading()."""
         shorter = copy.copy(self)
         shorter._modules = dict(self._modules)
         shorter.layers = nn.ModuleList(islice(cast("nn.ModuleList", self.layers), count))

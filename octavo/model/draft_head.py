@@ -88,7 +88,7 @@ class DraftHead(CausalLM):
         self._embed = target.embed.forward
         self._target_rows = target.head_rows
 
-    # ---- computing ---------------------------------------------------------------------------------
+    # ---- computing -------------------------------------------------------------------------------
 
     def combine(self, target_hidden: Tensor) -> Tensor:
         """Return hidden [T, hidden] for compute() from hidden states of the target.
@@ -141,7 +141,7 @@ class DraftHead(CausalLM):
             drafted.append(tokens)
         return torch.stack(drafted, 1)
 
-    # ---- loading -----------------------------------------------------------------------------------
+    # ---- loading ---------------------------------------------------------------------------------
 
     def weight_map(self) -> dict[str, Slot]:
         slots = self.layer.slots("midlayer.")

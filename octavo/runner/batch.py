@@ -106,8 +106,8 @@ def draft_indices(items: list[Item]) -> NDArray[np.int32]:
 
 
 def count_accepted(is_right: Tensor, draft_indices: Tensor) -> Tensor:
-    """Return how many leading drafts of each item are right [S] (int32). is_right [T] says whether the
-    token sampled after a token equals the draft there; draft_indices [S, K] are those above."""
+    """Return how many leading drafts of each item are right [S] (int32). is_right [T] says whether
+    the token sampled after a token equals the draft there; draft_indices [S, K] are those above."""
     right = is_right[draft_indices.clamp(min=0)] & (draft_indices >= 0)
     return right.int().cumprod(1).sum(1).int()
 

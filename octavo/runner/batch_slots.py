@@ -1,9 +1,9 @@
 """Device-resident state of running sequences: each holds one batch slot with its tokens, positions,
 block table and sampling parameters.
 
-Only plans change a slot (new_slots, block_appends and drafts), and the step itself, which writes the
-tokens it sampled. A step can therefore be launched before the host knows the results of the one before it:
-its inputs are gathered from here, on the device.
+Only plans change a slot (new_slots, block_appends and drafts), and the step itself, which writes
+the tokens it sampled. A step can therefore be launched before the host knows the results of the one
+before it: its inputs are gathered from here, on the device.
 """
 
 from __future__ import annotations

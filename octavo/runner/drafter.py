@@ -1,10 +1,10 @@
-"""Drafts that the device makes: the first layers of the model guess the next tokens, one forward pass
-each (early exit).
+"""Drafts that the device makes: the first layers of the model guess the next tokens, one forward
+pass each (early exit).
 
-They share the KV cache of the model: what they write is what the model writes again when it verifies
-the drafts. They draw with the noise that the model draws with, so that both mostly draw the same
-token where their distributions agree. Drafts lie behind the known tokens of a slot until the step has
-verified them.
+They share the KV cache of the model: what they write is what the model writes again when it
+verifies the drafts. They draw with the noise that the model draws with, so that both mostly draw
+the same token where their distributions agree. Drafts lie behind the known tokens of a slot until
+the step has verified them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class EarlyExit:
         self.block_size = block_size
 
     def draft(self, slots: list[Tensor], state: BatchSlots, max_len: int) -> None:
-        """Write guesses behind the known tokens of batch slots. `slots` lists for each pass the slots
-        [S] (int32) that get one more guess. `max_len` bounds the lengths afterwards."""
+        """Write guesses behind the known tokens of batch slots. `slots` lists for each pass the
+        slots [S] (int32) that get one more guess. `max_len` bounds the lengths afterwards."""
         for index, pass_slots in enumerate(slots):
             lengths = state.computed[pass_slots.long()] + 1 + index
             batch = self._last_tokens(pass_slots, lengths, state, max_len)

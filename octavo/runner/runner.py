@@ -74,8 +74,8 @@ class StepHandle:
     """A launched step. Results are converted for the host when it waits for them."""
 
     items: list[Item] = field(default_factory=list)
-    # One token per item, one per sampled item, or, if there are drafts, one per token computed. None:
-    # no item is sampled.
+    # One token per item, one per sampled item, or, if there are drafts, one per token computed.
+    # None: no item is sampled.
     tokens: Download | None = None
     accepted: Download | None = None  # how many drafts of each item were right; None: no drafts
     logprobs: SampledLogprobs | None = None
@@ -288,8 +288,8 @@ class Runner:
         )
 
     def _apply(self, plan: Plan, staged: StagedStep, sent: Tensor, timer: StepTimer | None) -> None:
-        """Update blocks and slots before the forward pass, in the order of the plan's fields, and draft
-        if the device does."""
+        """Update blocks and slots before the forward pass, in the order of the plan's fields, and
+        draft if the device does."""
         if plan.copies:
             sources = sent[staged.copy_sources].long()
             targets = sent[staged.copy_targets].long()
@@ -367,8 +367,8 @@ class Runner:
         return handle
 
     def _verify(self, plan: Plan, staged: StagedStep, sent: Tensor) -> StepHandle:
-        """Run a step that only decodes and has drafts: sample after every token, and advance each slot
-        over the drafts that the sampled tokens confirm."""
+        """Run a step that only decodes and has drafts: sample after every token, and advance each
+        slot over the drafts that the sampled tokens confirm."""
         items = plan.items
         state = self.batch_slots
         spans: list[Span] = []

@@ -37,10 +37,12 @@ def return_large_blocks(threshold: int = 256 * 2**10) -> None:
 
 
 def return_free_memory(interval: float = TRIM_SECONDS) -> None:
-    """Start a thread that returns the free memory of the heap to the system at intervals. By default
-    glibc returns only what is free at the end of the heap, so that a small block that stays there
-    keeps all free memory before it, and the process grows with every peak of the load. A call takes
-    one or two milliseconds. Other C libraries are left alone."""
+    """Start a thread that returns the free memory of the heap to the system at intervals.
+
+    By default glibc returns only the free memory at the end of the heap. A small block there keeps
+    all free memory before it, and the process grows with every peak of the load. A call takes one
+    or two milliseconds. This function has no effect on other C libraries.
+    """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is None:
         return
