@@ -51,6 +51,7 @@ from octavo.ops import select
 from octavo.ops.kv import CODES, dtype_name
 from octavo.runner.canary import Canary
 from octavo.runner.disk import Disk
+from octavo.runner.drafter import Drafter, DraftModel, EarlyExit
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.runner.shapes import RunnerLimits, held_logits
@@ -68,6 +69,23 @@ Progress = bool | Callable[[float], None]  # show a bar, or call with the fracti
 
 
 @dataclass(frozen=True)
+class DraftFacts:
+    """What `resolve` needs to know of a draft head or a draft model."""
+
+    max_position: int
+    weights: int  # bytes
+    kv_per_token: int  # bytes
+
+    @classmethod
+    def of(cls, drafter: CausalLM, kv_dtype: torch.dtype) -> DraftFacts:
+        return cls(
+            max_position=drafter.config.max_position,
+            weights=weight_bytes(drafter),
+            kv_per_token=drafter.config.kv_bytes_per_token(dtype_name(kv_dtype)),
+        )
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """What `resolve` needs to know of a model."""
 
@@ -78,9 +96,10 @@ class ModelFacts:
     kv_dtype: str  # of the KV cache with kv_cache_dtype "auto"
     kv_dtypes: tuple[str, ...]  # those that the device's kernels read
     moves_keys: bool  # a cached key can be moved to another position
+    draft: DraftFacts | None = None  # of a model that drafts for it
 
     @classmethod
-    def of(cls, model: CausalLM) -> ModelFacts:
+    def of(cls, model: CausalLM, drafter: CausalLM | None = None) -> ModelFacts:
         """Works for a model on the meta device too."""
         return cls(
             config=model.config,
@@ -90,6 +109,7 @@ class ModelFacts:
             kv_dtype=dtype_name(model.kv_dtype),
             kv_dtypes=tuple(dtype_name(dtype) for dtype in model.ops.kv_dtypes(model.dtype)),
             moves_keys=model.angles(0) is not None,
+            draft=None if drafter is None else DraftFacts.of(drafter, drafter.kv_dtype),
         )
 
 
@@ -127,6 +147,7 @@ class Requirements:
     block_size: int
     kv_dtype: str
     kv_per_token: int
+    draft_kv_per_token: int  # of a drafter with a KV cache of its own
     weights: int
     activations: int
     staging: int  # device memory for copies between the device and the host
@@ -161,6 +182,9 @@ def require(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> R
     schedule = resolve_schedule(options, model, device.kind)
     activations = activation_bytes(model.config, schedule, model.dtype)
     graphs = device.graphs and not options.enforce_eager and not options.kv_canary
+    if graphs and model.draft is not None:
+        log.info("a draft head or a draft model runs without CUDA graphs: they are off")
+        graphs = False
     if graphs:
         rows = held_logits(schedule.max_num_seqs, schedule.max_num_batched_tokens)
         activations += graph_bytes(model.config, rows, model.dtype)
@@ -170,7 +194,8 @@ def require(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> R
         block_size=options.block_size or BLOCK_SIZE[device.kind],
         kv_dtype=kv_dtype,
         kv_per_token=model.config.kv_bytes_per_token(kv_dtype),
-        weights=model.weights,
+        draft_kv_per_token=0 if model.draft is None else model.draft.kv_per_token,
+        weights=model.weights + (0 if model.draft is None else model.draft.weights),
         activations=activations,
         staging=STAGING[device.kind] if options.offloads else 0,
         graphs=graphs,
@@ -191,6 +216,13 @@ def resolve_kv_dtype(options: EngineOptions, model: ModelFacts) -> str:
         raise InvalidRequest(
             f"kv_cache_dtype {asked} cannot be used here: beside {model.dtype} activations this "
             f"device's kernels read {', '.join(model.kv_dtypes)}. Use one of those, or auto",
+            "kv_cache_dtype",
+        )
+    # Otherwise the scales would not be aligned.
+    if asked in KV_CODES and model.config.head_dim % 4:
+        raise InvalidRequest(
+            "kv_cache_dtype int8 or fp8 needs heads of a multiple of 4 numbers, this model's have "
+            f"{model.config.head_dim}: use auto",
             "kv_cache_dtype",
         )
     return asked
@@ -233,6 +265,16 @@ def check_exit_layer(speculative: SpeculativeConfig | None, config: ModelConfig)
         )
 
 
+def check_draft_positions(draft: DraftFacts | None, max_model_len: int) -> None:
+    if draft is not None and draft.max_position < max_model_len:
+        raise InvalidRequest(
+            f"the draft model has {draft.max_position} positions, but max_model_len is "
+            f"{max_model_len}: lower max_model_len to {draft.max_position}, or use another draft "
+            "model",
+            "max_model_len",
+        )
+
+
 def resolve_pool(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> Resolved:
     """Resolve everything but the tiers below the device."""
     needs = require(options, model, device)
@@ -246,12 +288,13 @@ def resolve_pool(options: EngineOptions, model: ModelFacts, device: DeviceFacts)
     cache, max_model_len = size_pool(
         model.config,
         needs.block_size,
-        needs.kv_dtype,
+        needs.kv_per_token + needs.draft_kv_per_token,
         budget,
         options.max_num_seqs,
         options.max_model_len,
         options.num_gpu_blocks_override,
     )
+    check_draft_positions(model.draft, max_model_len)
     cache = replace(
         cache,
         prefix_caching=options.enable_prefix_caching,
@@ -269,6 +312,7 @@ def resolve_pool(options: EngineOptions, model: ModelFacts, device: DeviceFacts)
         kv_per_token=needs.kv_per_token,
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
+        draft_kv_per_token=needs.draft_kv_per_token,
     )
     schedule = replace(needs.schedule, max_model_len=max_model_len)
     return Resolved(cache, schedule, memory, needs)
@@ -326,27 +370,74 @@ class ModelOnDevice:
     model: CausalLM
     checkpoint: Checkpoint
     device: torch.device
+    drafter: CausalLM | None = None  # a draft head or a draft model
 
 
 def load(source: ModelSource, options: EngineOptions, progress: Progress) -> ModelOnDevice:
     device = pick_device(options.device)
     # A policy that cannot be loaded is reported before the weights are read.
     find_policy(options.scheduling_policy)
-    model, checkpoint = load_model(
-        source,
-        LoadOptions(
-            dtype=resolve_dtype(options.dtype, device.type),
-            device=str(device),
-            load_format=options.load_format,
-            quantization=options.quantization,
-            revision=options.revision,
-            seed=options.seed,
-        ),
-        ops=select(device.type),
-        progress=progress,
-        available=available_memory(device)[0],
+    load_options = LoadOptions(
+        dtype=resolve_dtype(options.dtype, device.type),
+        device=str(device),
+        load_format=options.load_format,
+        quantization=options.quantization,
+        revision=options.revision,
+        seed=options.seed,
     )
-    return ModelOnDevice(model, checkpoint, device)
+    ops = select(device.type)
+    available = available_memory(device)[0]
+    model, checkpoint = load_model(
+        source, load_options, ops=ops, progress=progress, available=available
+    )
+    loaded = ModelOnDevice(model, checkpoint, device)
+    speculative = options.speculative_config
+    if speculative is not None and speculative.method == "draft_model":
+        return replace(loaded, drafter=load_draft_model(loaded, speculative, load_options))
+    return loaded
+
+
+def load_draft_model(
+    target: ModelOnDevice, speculative: SpeculativeConfig, options: LoadOptions
+) -> CausalLM:
+    """Load a draft model with the options of the target. Raises InvalidRequest if it has other
+    tokens than the target."""
+    draft_options = replace(options, revision=None, load_format="auto")
+    draft_model, checkpoint = load_model(
+        speculative.model,
+        draft_options,
+        ops=target.model.ops,
+        progress=False,
+        available=available_memory(target.device)[0],
+    )
+    problem = ""
+    vocab_size = draft_model.config.vocab_size
+    if vocab_size != target.model.config.vocab_size:
+        problem = f"{vocab_size} tokens, and the model {target.model.config.vocab_size}"
+    elif not same_tokens(target.checkpoint, checkpoint):
+        problem = "another tokenizer than the model"
+    if problem:
+        raise InvalidRequest(
+            f"the draft model {speculative.model} has {problem}. A draft model needs the same "
+            "vocabulary: use a smaller model of the same family",
+            "speculative_config",
+        )
+    return draft_model
+
+
+def same_tokens(first: Checkpoint, second: Checkpoint) -> bool:
+    """Return whether two tokenizers give each token the same id, as far as both exist. The names of
+    special tokens may differ: models of one family rename reserved ones."""
+    vocabularies = []
+    for checkpoint in (first, second):
+        try:
+            tokenizer = read_tokenizer(checkpoint)
+        except ModelError:
+            return True
+        if tokenizer is None:
+            return True
+        vocabularies.append(tokenizer.backend.get_vocab(with_added_tokens=False))
+    return vocabularies[0] == vocabularies[1]
 
 
 def load_tokenizer(loaded: ModelOnDevice, options: EngineOptions) -> Tokenizer | None:
@@ -354,13 +445,12 @@ def load_tokenizer(loaded: ModelOnDevice, options: EngineOptions) -> Tokenizer |
     if options.skip_tokenizer_init:
         return None
     checkpoint = loaded.checkpoint
-    if options.tokenizer is not None:
-        tokenizer = Tokenizer.from_directory(options.tokenizer)
-    elif checkpoint.gguf_metadata is not None:
-        tokenizer = Tokenizer.from_gguf(checkpoint.gguf_metadata)
-    elif checkpoint.directory is not None:
-        tokenizer = Tokenizer.from_directory(checkpoint.directory)
-    else:
+    tokenizer = (
+        read_tokenizer(checkpoint)
+        if options.tokenizer is None
+        else Tokenizer.from_directory(options.tokenizer)
+    )
+    if tokenizer is None:
         raise ModelError(
             f"{checkpoint.source} has no tokenizer: give tokenizer=DIRECTORY (--tokenizer), or use "
             "token ids with skip_tokenizer_init=True"
@@ -374,6 +464,15 @@ def load_tokenizer(loaded: ModelOnDevice, options: EngineOptions) -> Tokenizer |
             f"{vocab_size:,}",
         )
     return tokenizer
+
+
+def read_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    """Return the tokenizer that is stored beside the weights, if there is one."""
+    if checkpoint.gguf_metadata is not None:
+        return Tokenizer.from_gguf(checkpoint.gguf_metadata)
+    if checkpoint.directory is not None:
+        return Tokenizer.from_directory(checkpoint.directory)
+    return None
 
 
 def pick_device(asked: str) -> torch.device:
@@ -421,9 +520,22 @@ def build_runner(
         use_graphs=resolved.requirements.graphs,
         tiers=tiers,
         canary=canary,
-        exit_layer=schedule.speculative.exit_layer if schedule.speculative is not None else 0,
+        drafter=build_drafter(loaded, schedule.speculative, cache, kv),
     )
     return runner, resolved
+
+
+def build_drafter(
+    loaded: ModelOnDevice, speculative: SpeculativeConfig | None, cache: CacheConfig, kv: KVStore
+) -> Drafter | None:
+    """Return what drafts on the device, or None if the scheduler drafts. `kv` is the target's."""
+    if speculative is not None and speculative.exit_layer:
+        return EarlyExit(loaded.model.first_layers(speculative.exit_layer), kv)
+    drafter = loaded.drafter
+    if drafter is None:
+        return None
+    own_kv = KVStore(drafter.config, cache, drafter.kv_dtype, loaded.device)
+    return DraftModel(drafter, own_kv)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -98,6 +98,7 @@ class SpeculativeConfig:
     ngram_min: int = 2  # fewest tokens that must occur earlier, for "ngram" and "suffix"
     ngram_max: int = 5  # most tokens that are looked for
     exit_layer: int = 0  # layers of the model that guess, for "early_exit"
+    model: str | None = None  # directory or name of the model that guesses, for "draft_model"
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class LLM:
         self.tokenizer = load_tokenizer(loaded, options)
         end_ids = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *end_ids}))
-        facts = ModelFacts.of(self.model)
+        facts = ModelFacts.of(self.model, loaded.drafter)
         resolved = resolve(options, facts, DeviceFacts.of(self.device, self.model.ops.name))
         self.runner, resolved = build_runner(loaded, options, resolved)
         self.model_dtype = self.model.dtype

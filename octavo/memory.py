@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.config import DTYPE_BYTES, KV_CODES, CacheConfig, ModelConfig, ScheduleConfig
+from octavo.config import DTYPE_BYTES, CacheConfig, ModelConfig, ScheduleConfig
 from octavo.errors import InvalidRequest, NotEnoughMemory
 from octavo.model.base import CausalLM, build
 
@@ -41,6 +41,7 @@ class MemoryPlan:
     num_blocks: int
     host_blocks: int = 0
     disk: int = 0  # bytes of the disk tier
+    draft_kv_per_token: int = 0  # of a drafter with a KV cache of its own; it has no tiers
 
     @property
     def block_bytes(self) -> int:
@@ -52,7 +53,7 @@ class MemoryPlan:
 
     @property
     def kv(self) -> int:
-        return self.num_blocks * self.block_size * self.kv_per_token
+        return self.kv_tokens * (self.kv_per_token + self.draft_kv_per_token)
 
     @property
     def kv_tokens(self) -> int:
@@ -159,13 +160,14 @@ def kv_share(kind: str, free: int, total: int, utilization: float, activations: 
 def size_pool(
     model: ModelConfig,
     block_size: int,
-    kv_dtype: str,
+    kv_per_token: int,
     budget: int,
     max_num_seqs: int,
     max_model_len: int | None,
     num_blocks: int | None,
 ) -> tuple[CacheConfig, int]:
-    """Return the KV cache and the context length. `budget` is the memory for KV in bytes.
+    """Return the KV cache and the context length. `budget` is the memory for KV in bytes, and
+    `kv_per_token` includes the KV of a drafter.
 
     A given max_model_len must fit. The default is the model's own length, or what fits."""
     if max_model_len is not None and max_model_len > model.max_position:
@@ -174,14 +176,7 @@ def size_pool(
             "use at most that",
             "max_model_len",
         )
-    # Otherwise the scales would not be aligned.
-    if kv_dtype in KV_CODES and model.head_dim % 4:
-        raise InvalidRequest(
-            "kv_cache_dtype int8 or fp8 needs heads of a multiple of 4 numbers, this model's have "
-            f"{model.head_dim}: use auto",
-            "kv_cache_dtype",
-        )
-    per_block = block_size * model.kv_bytes_per_token(kv_dtype)
+    per_block = block_size * kv_per_token
     fits = num_blocks if num_blocks is not None else max(budget, 0) // per_block
     if fits < 1:
         raise NotEnoughMemory(

@@ -664,7 +664,7 @@ def test_a_context_that_does_not_fit_names_one_that_does(monkeypatch: pytest.Mon
         size_pool(
             replace(make().config, max_position=2000),
             16,
-            "float32",
+            per_token,
             100 * 16 * per_token,
             8,
             1700,

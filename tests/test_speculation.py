@@ -3,9 +3,12 @@ drafts and whatever else is asked."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.errors import InvalidRequest
@@ -13,7 +16,12 @@ from octavo.params import StructuredOutputsParams
 from tests.test_llm import prompts
 from tests.tiny import ARCHITECTURES, model_dir
 
-METHODS = ["ngram,k=4,adaptive=no", "suffix,k=8,min=1,adaptive=no", "early_exit,layer=1,k=3,adaptive=no"]  # fmt: skip
+METHODS = [
+    "ngram,k=4,adaptive=no",
+    "suffix,k=8,min=1,adaptive=no",
+    "early_exit,layer=1,k=3,adaptive=no",
+    "draft_model,model=ITSELF,k=3,adaptive=no",
+]
 PARAMS = {
     "greedy": dict(temperature=0.0),
     "temperature": dict(temperature=0.7, seed=3),
@@ -28,7 +36,10 @@ PARAMS = {
 
 
 def make(method: str | dict[str, Any] | None, architecture: str = "llama", **options: Any) -> LLM:
+    """ITSELF in a method stands for the directory of the model."""
     settings = dict(max_num_seqs=4, block_size=4, max_model_len=128, num_gpu_blocks_override=120)
+    if isinstance(method, str):
+        method = method.replace("ITSELF", str(model_dir(architecture)))
     return LLM(
         model_dir(architecture), device="cpu", speculative_config=method, **(settings | options)
     )
@@ -98,6 +109,75 @@ def test_every_option_gives_the_same_tokens(method: str, options: dict[str, Any]
     assert run(make(method, **options), temperature=0.7, seed=1) == want
 
 
+# ---- a draft model -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(depth=3),
+        dict(num_gpu_blocks_override=32),
+        dict(num_gpu_blocks_override=32, enable_prefix_caching=False),
+        dict(max_num_batched_tokens=5),
+        dict(max_num_seqs=2),
+    ],
+    ids=str,
+)
+def test_a_model_that_drafts_for_itself_is_always_right(options: dict[str, Any]) -> None:
+    """Its KV is complete after chunks of prompts, prefix hits, preemption and ordinary steps."""
+    llm = make("draft_model,model=ITSELF,k=3,adaptive=no", **options)
+    for _ in range(2):  # the second time, prompts are found in the prefix cache
+        run(llm, temperature=0.0)
+        run(llm, temperature=0.7, seed=1, n=2)
+    assert counters(llm).drafted > 100
+    assert counters(llm).accepted > 0.99 * counters(llm).drafted
+    preempted = options.get("num_gpu_blocks_override") == 32
+    assert (llm.engine.scheduler.counters.preemptions > 0) == preempted
+
+
+def test_the_drafters_memory_is_counted() -> None:
+    plain = make(None).memory
+    memory = make("draft_model,model=ITSELF").memory
+    assert memory.draft_kv_per_token == memory.kv_per_token
+    assert memory.kv == 2 * plain.kv
+    assert memory.weights == 2 * plain.weights
+    assert memory.block_bytes == plain.block_bytes  # of the tiers, which hold the target's KV
+
+
+def changed_model(path: Path, file: str, old: str, new: str) -> Path:
+    """A copy of the tiny model with another text in one of its files."""
+    shutil.copytree(model_dir(), path)
+    text = (path / file).read_text()
+    assert old in text
+    (path / file).write_text(text.replace(old, new))
+    return path
+
+
+def test_a_draft_model_with_too_few_positions_is_refused(tmp_path: Path) -> None:
+    config = ("config.json", '"max_position_embeddings": 1024', '"max_position_embeddings": 64')
+    path = changed_model(tmp_path / "short", *config)
+    with pytest.raises(InvalidRequest, match="lower max_model_len to 64"):
+        make(f"draft_model,model={path}")
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = changed_model(
+        tmp_path / "small", "config.json", '"vocab_size": 300', '"vocab_size": 299'
+    )
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:299].contiguous()
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(InvalidRequest, match="has 299 tokens, and the model 300"):
+        make(f"draft_model,model={path}")
+    path = changed_model(tmp_path / "renamed", "tokenizer.json", '"A":', '"AA":')
+    with pytest.raises(InvalidRequest, match="has another tokenizer than the model"):
+        make(f"draft_model,model={path}")
+
+
+# ---- structured output, costs, settings --------------------------------------------------------
+
+
 def test_structured_output_is_the_same_and_drafted_for() -> None:
     spec = dict(structured_outputs=StructuredOutputsParams(regex="(ab|cd){8}x"), ignore_eos=False)
     want = run(make(None), temperature=1.0, seed=2, **spec)
@@ -120,6 +200,10 @@ def test_drafts_that_cost_more_than_they_bring_are_not_verified(
 
 
 def test_vllms_dictionary_is_understood() -> None:
+    llm = make({"model": model_dir(), "num_speculative_tokens": 2})
+    config = llm.engine.scheduler.schedule.speculative
+    assert config is not None
+    assert (config.method, config.num_tokens) == ("draft_model", 2)
     llm = make({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2})
     config = llm.engine.scheduler.schedule.speculative
     assert config is not None
@@ -137,6 +221,9 @@ def test_vllms_dictionary_is_understood() -> None:
         ("ngram,min=4,max=2", "min is larger than max"),
         ("ngram,adaptive=perhaps", "yes or no"),
         ("early_exit", "early_exit,layer=8"),
+        ("draft_model", "draft_model,model=DIRECTORY"),
+        ("draft_model,model=", "is a directory or a model's name"),
+        ({"model": 3}, "is a directory or a model's name"),
         ("early_exit,layer=2", "it has 2 layers"),
         ("{not json", "not valid JSON"),
         (7, "METHOD[,k=N...]"),

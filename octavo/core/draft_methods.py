@@ -3,6 +3,7 @@
     ngram            looks the last tokens up in the same text (min, max: how many tokens)
     suffix           looks there and in earlier replies to the same tenant (min, max)
     early_exit       the model's own first layers guess (layer: how many)
+    draft_model      a smaller model guesses (model: its directory)
 
 Every method takes k, the most tokens that one step verifies for a sequence, and adaptive=no, which
 verifies that many always instead of as many as measurements show to pay.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from os import PathLike
 from typing import Any
 
 from octavo.config import SpeculativeConfig
@@ -25,6 +27,7 @@ METHODS: dict[str, dict[str, str]] = {
     "ngram": {"min": "ngram_min", "max": "ngram_max"},
     "suffix": {"min": "ngram_min", "max": "ngram_max"},
     "early_exit": {"layer": "exit_layer"},
+    "draft_model": {"model": "model"},
 }
 # Names in vLLM's dictionary, and ours.
 VLLM_NAMES = {
@@ -47,7 +50,8 @@ def parse_speculative(name: str, value: Any) -> SpeculativeConfig:
             f"{name} is METHOD[,k=N...] or a dictionary with a method, not {value!r:.100}", name
         )
     settings = {VLLM_NAMES.get(str(key), str(key)): value[key] for key in value}
-    method = settings.pop("method", None)
+    # vLLM names no method for a draft model.
+    method = settings.pop("method", "draft_model" if "model" in settings else None)
     if method not in METHODS:
         raise InvalidRequest(
             f"{name} has no method {method!r}: the methods are {', '.join(METHODS)}", name
@@ -69,6 +73,11 @@ def with_defaults(name: str, method: str, checked: dict[str, Any]) -> Speculativ
     if method == "early_exit" and "exit_layer" not in checked:
         raise InvalidRequest(
             f"{name}: early_exit needs the number of layers that guess, as in early_exit,layer=8",
+            name,
+        )
+    if method == "draft_model" and "model" not in checked:
+        raise InvalidRequest(
+            f"{name}: draft_model needs the model that guesses, as in draft_model,model=DIRECTORY",
             name,
         )
     if "ngram_max" in checked and "ngram_min" not in checked:
@@ -109,6 +118,10 @@ def check(name: str, key: str, value: Any) -> Any:
         if str(value).lower() not in SWITCH:
             raise InvalidRequest(f"{label} is yes or no, not {value!r}", name)
         return SWITCH[str(value).lower()]
+    if key == "model":
+        if not isinstance(value, str | PathLike) or not str(value):
+            raise InvalidRequest(f"{label} is a directory or a model's name, not {value!r}", name)
+        return str(value)
     if isinstance(value, str):
         try:
             value = int(value)

@@ -37,6 +37,17 @@ def lay_out(items: list[Item]) -> NDArray[np.int32]:
     return _joined(pairs[:, 0], pairs[:, 1])
 
 
+def lay_out_known(items: list[Item]) -> NDArray[np.int32]:
+    """Lay out the same without drafts. An item that decodes gets two tokens instead: its last known
+    token and the token before it."""
+    counts = np.array([2 if item.start is None else item.num_tokens for item in items])
+    is_decoding = np.array([item.start is None for item in items])
+    offsets_before = np.repeat(is_decoding, counts).astype(np.int32)
+    layout = _joined(np.array([item.slot for item in items]), counts)
+    layout[len(layout) - len(offsets_before) :] -= offsets_before
+    return layout
+
+
 def lay_out_padded(
     items: list[Item], padding_slot: int, num_items: int, num_tokens: int, num_decoding: int
 ) -> NDArray[np.int32]:
@@ -59,17 +70,24 @@ def _joined(slots: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.i
 
 
 def gather(
-    layout: Tensor, num_items: int, state: BatchSlots, block_size: int, spans: list[Span]
+    layout: Tensor,
+    num_items: int,
+    state: BatchSlots,
+    block_size: int,
+    spans: list[Span],
+    first_positions: Tensor | None = None,
 ) -> ForwardBatch:
-    """Build the batch from the array above, on the device. Logits are wanted for each item's last
-    token."""
+    """Build the batch from the array of lay_out(), on the device. Logits are wanted for each item's
+    last token. `first_positions` [S] are those that offsets count from, `computed` of the slots by
+    default."""
     num_tokens = (len(layout) - 3 * num_items - 1) // 2
     slots, counts, starts, item_of_token, offsets = layout.split(
         [num_items, num_items, num_items + 1, num_tokens, num_tokens]
     )
     item_slots = slots.long()
     item_of_token = item_of_token.long()
-    first_positions = state.computed[item_slots]
+    if first_positions is None:
+        first_positions = state.computed[item_slots]
     token_slots = item_slots[item_of_token]
     positions = (first_positions[item_of_token] + offsets).long()
     blocks = state.block_table[token_slots, positions // block_size].long()
@@ -88,7 +106,7 @@ def gather(
 
 
 def item_of_token(layout: Tensor, num_items: int) -> Tensor:
-    """Return the item of each token [T] (int64) from the array above."""
+    """Return the item of each token [T] (int64) from the array of lay_out()."""
     num_tokens = (len(layout) - 3 * num_items - 1) // 2
     first = 3 * num_items + 1
     return layout[first : first + num_tokens].long()

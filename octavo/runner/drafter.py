@@ -1,57 +1,171 @@
-"""Drafts that the device makes: the first layers of the model guess the next tokens, one forward
-pass each (early exit).
+"""Drafters on the device: they guess the next tokens of sequences, one forward pass for each guess.
 
-They share the KV cache of the model: what they write is what the model writes again when it
-verifies the drafts. They draw with the noise that the model draws with, so that both mostly draw
-the same token where their distributions agree. Drafts lie behind the known tokens of a slot until
-the step has verified them.
+    EarlyExit    the first layers of the target, with the target's KV cache
+    DraftModel   another model with the same vocabulary, with a KV cache of its own
+
+The runner calls draft() before the target's forward pass in a step that verifies drafts, and
+observe() after the target's forward pass in every step. A KV cache of its own has the block tables
+of the target, so the scheduler does not know it. Where its content is missing or stale, as after a
+load from the host tier, drafts get worse and tokens stay the same.
+
+Drafts are drawn with the noise that the target draws with, so that both mostly draw the same token
+where their distributions agree. Drafts lie behind the known tokens of a slot until the step has
+verified them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
-from octavo.ops.kv import KV
-from octavo.runner.batch import ForwardResult
+from octavo.runner.batch import ForwardResult, gather, last_tokens, lay_out_known
 from octavo.runner.batch_slots import BatchSlots
+from octavo.runner.kvstore import KVStore
 from octavo.runner.sampler import choose
+from octavo.runner.transfer import Upload
+from octavo.types import Item, Plan
+
+
+class Observed(NamedTuple):
+    """The target's forward pass of one step. The slots hold the sampled tokens already."""
+
+    plan: Plan
+    batch: ForwardBatch
+    hidden: Tensor  # [T, hidden] if the drafter needs it, and otherwise of some tokens only
+
+
+class Drafter(Protocol):
+    @property
+    def kv(self) -> KVStore | None:
+        """The KV cache of its own, if it has one."""
+        ...
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether observe() needs the hidden states of all tokens."""
+        ...
+
+    def observe(self, step: Observed, state: BatchSlots) -> None:
+        """Follow a step of the target: compute the drafter's KV of the tokens that it computed."""
+        ...
+
+    def draft(self, plan: Plan, passes: list[Tensor], state: BatchSlots) -> None:
+        """Write guesses behind the known tokens of batch slots. `passes` lists for each pass the
+        slots [S] (int32) that get one more guess. Only their blocks have room for it."""
+        ...
 
 
 class EarlyExit:
-    def __init__(self, model: CausalLM, kv: KV, block_size: int):
-        """`model` has the first layers of the target, and `kv` is the target's."""
+    kv = None
+    needs_hidden = False
+
+    def __init__(self, model: CausalLM, target_kv: KVStore):
+        """`model` has the first layers of the target. It writes the KV that the target writes again
+        when it verifies the drafts."""
+        self.model = model
+        self.target_kv = target_kv
+
+    def observe(self, step: Observed, state: BatchSlots) -> None:
+        """There is nothing to follow: the target has written the KV."""
+
+    def draft(self, plan: Plan, passes: list[Tensor], state: BatchSlots) -> None:
+        draft_further(self.model, self.target_kv, plan, passes, state)
+
+
+class DraftModel:
+    """After a step that accepts all drafts, the KV of the last draft is missing: it was drafted and
+    never read. So every first pass over a sequence that decodes computes two tokens."""
+
+    needs_hidden = False
+
+    def __init__(self, model: CausalLM, kv: KVStore):
         self.model = model
         self.kv = kv
-        self.block_size = block_size
 
-    def draft(self, slots: list[Tensor], state: BatchSlots, max_len: int) -> None:
-        """Write guesses behind the known tokens of batch slots. `slots` lists for each pass the
-        slots [S] (int32) that get one more guess. `max_len` bounds the lengths afterwards."""
-        for index, pass_slots in enumerate(slots):
-            lengths = state.computed[pass_slots.long()] + 1 + index
-            batch = self._last_tokens(pass_slots, lengths, state, max_len)
-            _, logits = self.model.forward_with_logits(batch, self.kv)
-            choose(ForwardResult(pass_slots, logits, lengths), state, self.model.ops)
+    def observe(self, step: Observed, state: BatchSlots) -> None:
+        if step.plan.num_drafts:
+            return  # draft() has computed the known tokens, and the accepted drafts but the last
+        items = step.plan.items
+        first_positions = step.batch.positions[step.batch.query_start[:-1].long()].int()
+        batch = self._known_tokens(items, range(len(items)), state, first_positions)
+        self.model(batch, self.kv.view)
 
-    def _last_tokens(
-        self, slots: Tensor, lengths: Tensor, state: BatchSlots, max_len: int
+    def draft(self, plan: Plan, passes: list[Tensor], state: BatchSlots) -> None:
+        drafting = [index for index, item in enumerate(plan.items) if item.num_drafts]
+        slots = passes[0]
+        batch = self._known_tokens(plan.items, drafting, state)
+        _, logits = self.model.forward_with_logits(batch, self.kv.view)
+        lengths = state.computed[slots.long()] + 1
+        choose(ForwardResult(slots, logits, lengths), state, self.model.ops)
+        draft_further(self.model, self.kv, plan, passes, state, num_done=1)
+
+    def _known_tokens(
+        self,
+        items: list[Item],
+        wanted: Sequence[int],
+        state: BatchSlots,
+        first_positions: Tensor | None = None,
     ) -> ForwardBatch:
-        """Return the last token of each slot as a batch that decodes."""
-        positions = (lengths - 1).long()
-        rows = slots.long()
-        blocks = state.block_table[rows, positions // self.block_size].long()
-        starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
-        return ForwardBatch(
-            ids=state.tokens[rows, positions].long().clamp_(min=0),
-            positions=positions,
-            kv_indices=blocks * self.block_size + positions % self.block_size,
-            query_start=starts,
-            seq_lens=lengths,
-            block_table=state.block_table,
-            slots=slots,
-            logit_indices=starts[:-1].long(),
-            spans=[Span(index, 1, max_len) for index in range(len(slots))],
-        )
+        """Return the known tokens of a step as a batch. The model returns the hidden states of the
+        `wanted` items' last tokens."""
+        spans: list[Span] = []
+        num_tokens = 0
+        for item in items:
+            count = 2 if item.start is None else item.num_tokens
+            spans.append(Span(num_tokens, count, item.max_kv_len))
+            num_tokens += count
+        upload = Upload()
+        layout = upload.ints(lay_out_known(items))
+        wanted_indices = upload.ints(list(wanted))
+        sent = upload.send(state.device)
+        batch = gather(sent[layout], len(items), state, self.kv.block_size, spans, first_positions)
+        batch.seq_lens = (batch.positions[batch.logit_indices] + 1).int()
+        indices = sent[wanted_indices].long()
+        batch.logit_indices = batch.logit_indices[indices]
+        batch.last = last_tokens(batch, indices, [spans[index] for index in wanted])
+        return batch
+
+
+def draft_further(
+    model: CausalLM,
+    kv: KVStore,
+    plan: Plan,
+    passes: list[Tensor],
+    state: BatchSlots,
+    num_done: int = 0,
+) -> None:
+    """Draft with the model that has computed all tokens before the last. `num_done` drafts of each
+    slot exist already."""
+    max_len = max(item.max_kv_len for item in plan.items)
+    for index, slots in enumerate(passes[num_done:], num_done):
+        lengths = state.computed[slots.long()] + 1 + index
+        ids = state.tokens[slots.long(), lengths.long() - 1]
+        batch = one_token_each(slots, lengths, ids, state, kv.block_size, max_len)
+        _, logits = model.forward_with_logits(batch, kv.view)
+        choose(ForwardResult(slots, logits, lengths), state, model.ops)
+
+
+def one_token_each(
+    slots: Tensor, lengths: Tensor, ids: Tensor, state: BatchSlots, block_size: int, max_len: int
+) -> ForwardBatch:
+    """Return a batch with one token for each slot: `ids` [S] at the position before `lengths` [S].
+    No length is larger than `max_len`."""
+    positions = (lengths - 1).long()
+    blocks = state.block_table[slots.long(), positions // block_size].long()
+    starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
+    return ForwardBatch(
+        ids=ids.long().clamp_(min=0),
+        positions=positions,
+        kv_indices=blocks * block_size + positions % block_size,
+        query_start=starts,
+        seq_lens=lengths,
+        block_table=state.block_table,
+        slots=slots,
+        logit_indices=starts[:-1].long(),
+        spans=[Span(index, 1, max_len) for index in range(len(slots))],
+    )

@@ -30,7 +30,7 @@ from octavo.runner.batch import (
 )
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.canary import Canary
-from octavo.runner.drafter import EarlyExit
+from octavo.runner.drafter import Drafter, Observed
 from octavo.runner.kvstore import KVStore
 from octavo.runner.sampler import (
     RequestedLogprobs,
@@ -159,10 +159,10 @@ class Runner:
         use_graphs: bool = False,
         tiers: TierStore | None = None,
         canary: Canary | None = None,
-        exit_layer: int = 0,
+        drafter: Drafter | None = None,
     ):
         """`canary` checks all KV that is read, for debugging; it needs a runner without graphs and
-        tiers. `exit_layer`: how many layers draft; 0: drafts come with the plan."""
+        tiers. Without a `drafter`, drafts come with the plan."""
         self.model = model
         self.kv = kv
         self.device = kv.tensor.device
@@ -175,9 +175,7 @@ class Runner:
             is_bounded=limits.is_bounded,
         )
         self.canary = canary
-        self.drafter: EarlyExit | None = None
-        if exit_layer:
-            self.drafter = EarlyExit(model.first_layers(exit_layer), kv.view, kv.block_size)
+        self.drafter = drafter
         self.graphs: StepGraphs | None = None
         if use_graphs:
             from octavo.runner.graphs import StepGraphs
@@ -294,6 +292,8 @@ class Runner:
             sources = sent[staged.copy_sources].long()
             targets = sent[staged.copy_targets].long()
             self.kv.copy(sources, targets)
+            if self.drafter is not None and self.drafter.kv is not None:
+                self.drafter.kv.copy(sources, targets)
         if plan.loads:
             assert self.tiers is not None
             self.tiers.load(plan.loads)
@@ -304,9 +304,8 @@ class Runner:
         self.batch_slots.apply(staged.slot_changes, sent)
         if staged.draft_slots:
             assert self.drafter is not None
-            max_len = max(item.max_kv_len for item in plan.items)
-            slots = [sent[part] for part in staged.draft_slots]
-            self.drafter.draft(slots, self.batch_slots, max_len)
+            passes = [sent[part] for part in staged.draft_slots]
+            self.drafter.draft(plan, passes, self.batch_slots)
         if self.canary is not None:
             self.canary.check_step(plan, self.batch_slots)
 
@@ -338,7 +337,9 @@ class Runner:
         batch = gather(sent[staged.layout], len(items), state, self.kv.block_size, spans)
         batch.logit_indices = batch.logit_indices[sampled]
         wants_prompt_logprobs = any(item.prompt_logprobs is not None for item in items)
-        if staged.sampled and not wants_prompt_logprobs and len(staged.sampled) < num_tokens:
+        wants_hidden = self.drafter is not None and self.drafter.needs_hidden
+        samples_all = len(staged.sampled) == num_tokens
+        if staged.sampled and not (wants_prompt_logprobs or wants_hidden or samples_all):
             batch.last = last_tokens(batch, sampled, [spans[index] for index in staged.sampled])
         if staged.watched:
             longest = max(items[index].max_kv_len for index in staged.watched)
@@ -349,21 +350,25 @@ class Runner:
         slots = batch.slots[sampled]
         lengths = batch.seq_lens[sampled]
         state.computed[batch.slots.long()] = batch.seq_lens
+        logits: Tensor | None = None
         prompt_logprobs: list[PromptLogprobs] = []
-        if staged.sampled and not wants_prompt_logprobs:
-            # The model returns only the sampled tokens: batch.last, or all tokens are sampled.
-            _, logits = self.model.forward_with_logits(batch, self.kv.view)
+        if (batch.last is not None or samples_all) and not wants_prompt_logprobs:
+            # The model returns only the sampled tokens.
+            hidden, logits = self.model.forward_with_logits(batch, self.kv.view)
         else:
             hidden = self.model(batch, self.kv.view)
             if wants_prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(items, batch, hidden)
-            if not staged.sampled:
-                return StepHandle(items, prompt_logprobs=prompt_logprobs)
-            logits = self.model.logits(hidden[batch.logit_indices])
-        forward = ForwardResult(slots, logits, lengths)
-        handle = self._sample(plan, staged.sampled, forward, prompt_logprobs)
+            if staged.sampled:
+                logits = self.model.logits(hidden[batch.logit_indices])
+        handle = StepHandle(items, prompt_logprobs=prompt_logprobs)
+        if logits is not None:
+            forward = ForwardResult(slots, logits, lengths)
+            handle = self._sample(plan, staged.sampled, forward, prompt_logprobs)
         if batch.watched is not None:
             handle.attention_mass = Download(batch.watched.mass / self.model.config.num_layers)
+        if self.drafter is not None:
+            self.drafter.observe(Observed(plan, batch, hidden), state)
         return handle
 
     def _verify(self, plan: Plan, staged: StagedStep, sent: Tensor) -> StepHandle:
@@ -382,7 +387,7 @@ class Runner:
         lengths = (batch.positions + 1).int()
         # The token in a slot behind the known ones is the draft, until a token is sampled there.
         drafts = state.tokens[slots.long(), lengths.long()]
-        _, logits = self.model.forward_with_logits(batch, self.kv.view)
+        hidden, logits = self.model.forward_with_logits(batch, self.kv.view)
         handle = self._sample(plan, sampled, ForwardResult(slots, logits, lengths), [])
         sampled_tokens = state.tokens[slots.long(), lengths.long()]
         rows = sent[staged.draft_indices].view(len(items), -1).long()
@@ -390,6 +395,8 @@ class Runner:
         first_lengths = lengths[batch.query_start[:-1].long()]
         state.computed[batch.slots.long()] = first_lengths + accepted
         handle.accepted = Download(accepted)
+        if self.drafter is not None:
+            self.drafter.observe(Observed(plan, batch, hidden), state)
         return handle
 
     def _sample(
