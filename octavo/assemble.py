@@ -377,7 +377,18 @@ def load(source: ModelSource, options: EngineOptions, progress: Progress) -> Mod
     device = pick_device(options.device)
     # A policy that cannot be loaded is reported before the weights are read.
     find_policy(options.scheduling_policy)
-    load_options = LoadOptions(
+    model, checkpoint = load_model(
+        source,
+        load_options(options, device),
+        ops=select(device.type),
+        progress=progress,
+        available=available_memory(device)[0],
+    )
+    return with_drafter(ModelOnDevice(model, checkpoint, device), options)
+
+
+def load_options(options: EngineOptions, device: torch.device) -> LoadOptions:
+    return LoadOptions(
         dtype=resolve_dtype(options.dtype, device.type),
         device=str(device),
         load_format=options.load_format,
@@ -385,15 +396,14 @@ def load(source: ModelSource, options: EngineOptions, progress: Progress) -> Mod
         revision=options.revision,
         seed=options.seed,
     )
-    ops = select(device.type)
-    available = available_memory(device)[0]
-    model, checkpoint = load_model(
-        source, load_options, ops=ops, progress=progress, available=available
-    )
-    loaded = ModelOnDevice(model, checkpoint, device)
+
+
+def with_drafter(loaded: ModelOnDevice, options: EngineOptions) -> ModelOnDevice:
+    """Load what drafts for a model, if that has weights of its own."""
     speculative = options.speculative_config
     if speculative is not None and speculative.method == "draft_model":
-        return replace(loaded, drafter=load_draft_model(loaded, speculative, load_options))
+        draft_options = load_options(options, loaded.device)
+        return replace(loaded, drafter=load_draft_model(loaded, speculative, draft_options))
     return loaded
 
 

@@ -16,12 +16,14 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Unpack
 
 from octavo.assemble import (
     DeviceFacts,
     EngineFactory,
     ModelFacts,
+    ModelOnDevice,
     ModelSource,
     Progress,
     build_runner,
@@ -29,9 +31,10 @@ from octavo.assemble import (
     load_tokenizer,
     resolve,
     torch_dtype,
+    with_drafter,
 )
 from octavo.collect import Collector
-from octavo.config import ModelConfig, ScheduleConfig
+from octavo.config import ModelConfig, ScheduleConfig, SpeculativeConfig
 from octavo.core.engine import Engine
 from octavo.core.trace import Recorder
 from octavo.engine_options import EngineKeywords, EngineOptions, from_keywords
@@ -71,7 +74,13 @@ class LLM:
 
     def _start(self, source: ModelSource, options: EngineOptions, progress: Progress) -> None:
         recommended = read_generation_config(options.generation_config)
-        loaded = load(source, options, progress)
+        self._build(load(source, options, progress), options, recommended)
+
+    def _build(
+        self, loaded: ModelOnDevice, options: EngineOptions, recommended: dict[str, Any] | None
+    ) -> None:
+        """Build everything but the model. `recommended` are sampling parameters that replace those
+        of the checkpoint."""
         self.options = options
         self.model = loaded.model
         self.checkpoint = loaded.checkpoint
@@ -110,6 +119,16 @@ class LLM:
         if self.runner.tiers is not None:
             # Blocks that wait to be written are written when the interpreter ends, too.
             self._close = weakref.finalize(self, self.runner.tiers.close)
+
+    def with_speculation(self, config: SpeculativeConfig | None) -> LLM:
+        """Return another LLM that drafts in another way. It shares the weights and has its own KV
+        cache, so the two may be compared in one process."""
+        options = replace(self.options, speculative_config=config)
+        recommended = read_generation_config(options.generation_config)
+        llm = LLM.__new__(LLM)
+        loaded = ModelOnDevice(self.model, self.checkpoint, self.device)
+        llm._build(with_drafter(loaded, options), options, recommended)
+        return llm
 
     @property
     def engine(self) -> Engine:

@@ -19,6 +19,7 @@ from octavo.cli import (
     bench_latency,
     bench_scheduling,
     bench_serve,
+    bench_speculation,
     chat_command,
     complete,
     doctor,
@@ -30,7 +31,7 @@ from octavo.cli import (
 )  # fmt: skip
 
 # These modules and bench.py add their commands to one group.
-BENCHES = (bench_latency, bench_scheduling, bench_eviction, bench_serve)
+BENCHES = (bench_latency, bench_scheduling, bench_eviction, bench_serve, bench_speculation)
 app = typer.Typer(
     name="octavo",
     help="Octavo: an LLM inference engine small enough to read.",
