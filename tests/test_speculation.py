@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
+from octavo.core.draft_methods import describe, parse_speculative
 from octavo.errors import InvalidRequest
 from octavo.params import StructuredOutputsParams
 from tests.test_llm import prompts
@@ -232,6 +233,17 @@ def test_vllms_dictionary_is_understood() -> None:
 def test_wrong_settings_are_refused(value: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem.replace("[", r"\[").replace(".", r"\.")):
         make(value)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "ngram,min=3", "early_exit,layer=1"])
+def test_a_description_means_the_same_method(method: str) -> None:
+    config = parse_speculative("speculative_config", method)
+    assert parse_speculative("speculative_config", describe(config)) == config
+
+
+def test_a_description_names_no_directory() -> None:
+    config = parse_speculative("speculative_config", "draft_model,model=/a/b/small")
+    assert describe(config) == "draft_model,k=4,adaptive=yes,model=small"
 
 
 def test_bounded_kv_is_refused() -> None:

@@ -18,6 +18,7 @@ import typer
 from octavo.cli.options import Model, command, fail, flag, option, size, sizes
 from octavo.cli.terminal import in_bytes, say, short, table, tokens
 from octavo.config import DTYPE_BYTES, EMBEDDED, KV_CODES
+from octavo.core.draft_methods import describe as describe_speculative
 from octavo.engine_options import EngineOptions
 from octavo.errors import CheckpointError, NotEnoughMemory
 from octavo.option_declaration import flag_of
@@ -280,6 +281,7 @@ class Planner:
         model = self.outline.facts(options, self.target.kind)
         needs = self.requirements(options)
         on_gpu = self.target.kind == "cuda"
+        speculative = needs.schedule.speculative
         return {
             "model": name,
             "architecture": model.config.architecture,
@@ -298,6 +300,7 @@ class Planner:
             "kv_bytes_per_token": needs.kv_per_token,
             "block_size": needs.block_size,
             "model_context": model.config.max_position,
+            "speculative": None if speculative is None else describe_speculative(speculative),
         }
 
     def describe_lack(self, options: EngineOptions) -> dict[str, Any]:
@@ -329,6 +332,8 @@ def show(report: dict[str, Any]) -> None:
         f"[bold]{report['model']}[/bold]: {short(report['parameters'])} parameters, "
         f"{report['architecture']}, {report['dtype']}"
     )
+    if report["speculative"]:
+        say(f"speculative decoding: {report['speculative']}")
     table(None, ("", "", ""), memory_rows(report), left=(0, 2), dim=(2,))
     if not report["fits"]:
         missing = in_bytes(report["short_by"])

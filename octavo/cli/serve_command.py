@@ -64,6 +64,7 @@ def announce(front: Front, port: int) -> None:
     defaults = {"temperature": 1, **loaded.sampling}
     source = "generation_config.json" if loaded.sampling else "no generation_config.json"
     sampling = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    drafts = f"drafts:  {loaded.speculative}\n" if loaded.speculative else ""
     at_once = memory["kv_tokens"] // max(loaded.longest - 1, 1)
     print(
         f"{config.name}: {loaded.architecture}, {loaded.dtype} on {loaded.device}\n"
@@ -71,7 +72,7 @@ def announce(front: Front, port: int) -> None:
         f"activations {in_bytes(memory['activations'])}, KV {in_bytes(memory['kv'])}{lower}\n"
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of "
         f"{loaded.block_size}; {at_once} requests of {loaded.longest:,} tokens at once\n"
-        f"sample:  {sampling} by default ({source})\n"
+        f"sample:  {sampling} by default ({source})\n{drafts}"
         f"ready:   {address}/v1\n{grpc}"
         f"watch:   {address}/\n"
         f"try:     curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "

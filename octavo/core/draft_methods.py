@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from os import PathLike
+from pathlib import PurePath
 from typing import Any
 
 from octavo.config import SpeculativeConfig
@@ -130,8 +131,18 @@ def check(name: str, key: str, value: Any) -> Any:
     return check_whole(label, value, 1, MAX_DRAFTS if key == "k" else None)
 
 
-def describe(config: SpeculativeConfig) -> dict[str, Any]:
-    """Return the settings that the method has, for people."""
+def describe(config: SpeculativeConfig) -> str:
+    """Return the method and all of its settings in the syntax of --speculative, for people. A model
+    is named without its directory, because the text is shown to clients."""
     settings = asdict(config)
-    fields = ["method", "num_tokens", "adaptive", *METHODS[config.method].values()]
-    return {field: settings[field] for field in fields}
+    parts = [config.method]
+    fields = {"k": "num_tokens", "adaptive": "adaptive", **METHODS[config.method]}
+    for key, field in fields.items():
+        value = settings[field]
+        if isinstance(value, bool):
+            value = "yes" if value else "no"
+        if field == "model" and value is not None:
+            value = PurePath(value).name
+        if value is not None:
+            parts.append(f"{key}={value}")
+    return ",".join(parts)

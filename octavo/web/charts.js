@@ -8,7 +8,11 @@ const percent = (x) => (x === null ? null : [few(x * 100), "%"]);
 const time = (x) => (x === null ? null : duration(x));
 const plain = (x) => (x === null ? null : [few(x), ""]);
 
-// value(now, then) compares two frames that are `window` seconds apart.
+const drafted = (a, b) => a.heartbeat.drafted_tokens - b.heartbeat.drafted_tokens;
+const accepted = (a, b) => a.heartbeat.accepted_tokens - b.heartbeat.accepted_tokens;
+
+// value(now, then) compares two frames that are `window` seconds apart. A caption may be a function of the latest frame.
+// A tile with isShown(frame) is hidden while that is false.
 const TILES = [
   ["Tokens", "generated per second", 1, (a, b) => (a.heartbeat.generated_tokens - b.heartbeat.generated_tokens) / (a.time - b.time), (x) => x === null ? null : [few(x), "/s"]],
   ["Time to first token", "mean, last 10 s", 10, (a, b) => mean(b.numbers.ttft, a.numbers.ttft), time],
@@ -17,16 +21,20 @@ const TILES = [
   ["Prefix cache", "hit rate of prompt tokens", 10, (a, b) => ratio(a.heartbeat.cached_tokens - b.heartbeat.cached_tokens, a.heartbeat.queried_tokens - b.heartbeat.queried_tokens), percent],
   ["KV used", "of all KV blocks", 0, (a) => ratio(a.heartbeat.blocks_used, a.heartbeat.blocks_used + a.heartbeat.blocks_cached + a.heartbeat.blocks_free), percent],
   ["Step", "mean time, last 2 s", 2, (a, b) => ratio(total(a) - total(b), a.heartbeat.steps - b.heartbeat.steps), time],
+  ["Drafts accepted", ({ heartbeat }) => `${count(heartbeat.accepted_tokens)} of ${count(heartbeat.drafted_tokens)}`, 10, (a, b) => ratio(accepted(a, b), drafted(a, b)), percent, ({ model }) => Boolean(model?.speculative)],
 ];
 const ratio = (a, b) => (b > 0 ? a / b : null);
 const total = (frame) => Object.values(frame.heartbeat.seconds).reduce((a, b) => a + b, 0);
 
-const tiles = TILES.map(([title, how, window, value, words]) => {
+const tiles = TILES.map(([title, caption, window, value, words, isShown]) => {
   const box = element("div", "tile"), output = element("output", "", "–"), line = element("canvas");
+  const isFixed = typeof caption === "string";
+  const text = element("p", "", isFixed ? caption : "");
   line.ariaHidden = "true";
-  box.append(element("h3", "", title), output, element("p", "", how), line);
+  box.hidden = Boolean(isShown);
+  box.append(element("h3", "", title), output, text, line);
   document.getElementById("tiles").append(box);
-  return { output, line, window, value, words, points: [] };
+  return { box, output, text, caption: isFixed ? null : caption, line, window, value, words, isShown, points: [] };
 });
 let frames = []; // The frames of the last 12 s.
 let starts = 0;
@@ -60,6 +68,9 @@ export function showMetrics(frame) {
   frames.push(frame);
   frames = frames.filter((f) => frame.time - f.time < 12);
   for (const tile of tiles) {
+    if (tile.isShown) tile.box.hidden = !tile.isShown(frame);
+    if (tile.box.hidden) continue;
+    if (tile.caption) tile.text.textContent = tile.caption(frame);
     const then = frames.find((f) => frame.time - f.time <= tile.window + 0.05) ?? frame;
     const value = then === frame && tile.window ? null : tile.value(frame, then);
     tile.points.push([frame.time, value]);

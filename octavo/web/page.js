@@ -49,7 +49,8 @@ function showServer({ server, model }) {
   }
   if (!model) return;
   const text = `${model.architecture} · ${model.dtype} on ${model.device} · ${count(model.num_blocks)} blocks of ${model.block_size} · ` +
-    `${count(model.max_num_seqs)} batch slots · context ${count(model.max_model_len)} · Octavo ${server.version}`;
+    `${count(model.max_num_seqs)} batch slots · context ${count(model.max_model_len)} · ` +
+    (model.speculative ? `speculative ${model.speculative} · ` : "") + `Octavo ${server.version}`;
   if ($("model").dataset.text === text) return;
   $("model").dataset.text = text;
   const name = document.createElement("b");

@@ -116,6 +116,15 @@ def test_tiers_are_shown_as_llm_makes_them(octavo: Octavo, tiny: str, tmp_path: 
     llm.close()
 
 
+def test_the_method_of_speculative_decoding_is_shown(octavo: Octavo, tiny: str) -> None:
+    flags = [tiny, "--device", "cpu", "--speculative", "ngram,k=3"]
+    assert planned(octavo, *flags)["speculative"] == "ngram,k=3,adaptive=yes,min=2,max=5"
+    shown = octavo("plan", *flags).stdout
+    assert "speculative decoding: ngram,k=3,adaptive=yes,min=2,max=5" in shown
+    assert planned(octavo, *flags[:3])["speculative"] is None
+    assert "speculative" not in octavo("plan", *flags[:3]).stdout
+
+
 def test_a_gpu_gives_up_a_little_for_its_second_tier(octavo: Octavo, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(TINYLLAMA_1B | {"max_position_embeddings": 2**20})

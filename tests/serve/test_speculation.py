@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from octavo.cli.serve_command import announce
+from octavo.serve.serve_config import ServeConfig
 from tests.serve.running import Running, events, server
+from tests.serve.test_eviction import MODEL
+from tests.serve.test_watch import frames, watch
 
+METHOD = "ngram,k=3,adaptive=no,min=1"
 PROMPT = [5, 6, 7, 8] * 8  # looking back finds something
 
 
 @pytest.fixture(scope="module")
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("drafting")
-    with server(folder, engine={"speculative_config": "ngram,k=3,min=1,adaptive=no"}) as found:
+    with server(folder, engine={"speculative_config": METHOD}) as found:
         yield found
 
 
@@ -63,6 +70,27 @@ def test_a_stop_string_ends_the_count(drafting: Running) -> None:
     usage = drafting.complete(**asked, stop=[text[20:22]])["usage"]
     accepted, rejected = counted(usage["completion_tokens_details"])
     assert 0 < accepted <= usage["completion_tokens"] and rejected > 0
+
+
+def test_the_live_page_gets_the_method_and_its_drafts(drafting: Running) -> None:
+    drafting.complete(prompt=PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+    with watch(drafting) as socket:
+        frame = next(frame for frame in frames(socket) if frame["heartbeat"]["drafted_tokens"])
+    assert frame["model"]["speculative"] == METHOD + ",max=5"
+    assert 0 < frame["heartbeat"]["accepted_tokens"] <= frame["heartbeat"]["drafted_tokens"]
+
+
+def test_the_start_of_the_server_shows_the_method(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = dict.fromkeys(("weights", "activations", "kv", "kv_tokens"), 1000)
+    loaded = replace(MODEL, memory=memory, speculative=METHOD)
+    front = SimpleNamespace(
+        client=SimpleNamespace(model_info=lambda: loaded), config=ServeConfig(model="tiny")
+    )
+    announce(front, 8000)  # type: ignore[arg-type]
+    assert f"\ndrafts:  {METHOD}\n" in capsys.readouterr().out
+    loaded = replace(loaded, speculative="")
+    announce(front, 8000)  # type: ignore[arg-type]
+    assert "drafts:" not in capsys.readouterr().out
 
 
 def test_without_speculation_the_usage_counts_no_drafts(running: Running) -> None:

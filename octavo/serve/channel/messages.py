@@ -93,6 +93,7 @@ class Loaded(msgspec.Struct, tag=True, array_like=True):
     # Defaults of sampling parameters that a request does not set (generation_config.json).
     sampling: dict[str, int | float] = {}
     eos_ids: list[int] = []  # The tokens that end a text, unless a request sets ignore_eos.
+    speculative: str = ""  # The method of speculative decoding and its settings, or "".
 
     @property
     def longest(self) -> int:

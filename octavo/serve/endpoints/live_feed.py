@@ -47,6 +47,7 @@ MODEL = (
     "max_batched_tokens",
     "block_size",
     "num_blocks",
+    "speculative",
 )
 _encode = msgspec.json.Encoder().encode
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from octavo.core.draft_methods import describe as describe_speculative
 from octavo.core.engine import Engine
 from octavo.core.speculation import DraftCounters
 from octavo.core.tier_index import TierIndex
@@ -431,6 +432,7 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
     if metadata is not None:
         gguf = {name: field for name, field in metadata.items() if name.startswith("tokenizer.")}
     memory = llm.memory
+    speculative = llm.schedule.speculative
     return Loaded(
         vocab_size=llm.config.vocab_size,
         max_model_len=llm.schedule.max_model_len,
@@ -456,6 +458,7 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
         kv_budget=0 if llm.cache.kv_eviction == "none" else llm.cache.kv_budget,
         sampling=llm.default_sampling,
         eos_ids=list(llm.eos_ids),
+        speculative="" if speculative is None else describe_speculative(speculative),
     )
 
 
