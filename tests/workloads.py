@@ -102,7 +102,7 @@ def random_speculation(seed: int) -> SpeculativeConfig:
     return SpeculativeConfig(
         method=g.choice(["ngram", "suffix", "device"]),
         num_tokens=g.randrange(1, 9),
-        adaptive=g.random() < 0.3,
+        adaptive=g.random() < 0.2,
         ngram_min=1,
         ngram_max=g.randrange(1, 4),
     )

@@ -163,6 +163,8 @@ class StepCosts:
         self.pass_seconds = 0.0
 
     def observe(self, num_rows: int, seconds: float, num_passes: int = 0) -> None:
+        if seconds <= 0.0:  # the clock is too coarse for the step
+            return
         if num_passes:
             measured = max(seconds - self.seconds(num_rows), 0.0) / num_passes
             self.pass_seconds += self.WEIGHT * (measured - self.pass_seconds)

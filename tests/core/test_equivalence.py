@@ -69,8 +69,8 @@ def test_speculative_workloads_equal_the_oracle(part: int) -> None:
         trial(seed, guided=seed % 3 == 0, beams=seed % 5 == 0, drafts=True)
         for seed in range(part, 1008, PARTS)
     ]
-    assert sum(t.accepted for t in total) > 500, "the workloads no longer accept drafts"
-    assert sum(t.drafted - t.accepted for t in total) > 500, "the workloads no longer reject drafts"
+    assert sum(t.accepted for t in total) > 200, "the workloads no longer accept drafts"
+    assert sum(t.drafted - t.accepted for t in total) > 200, "the workloads no longer reject drafts"
     assert sum(t.preemptions for t in total) > 50, "the workloads no longer exercise preemption"
     assert {t.settings["depth"] for t in total if t.accepted} == {1, 2, 3}
 
