@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 
-from octavo.config import KV_CODES, CacheConfig, ModelConfig, ScheduleConfig, SpeculativeConfig
+from octavo.config import (
+    KV_CODES,
+    CacheConfig,
+    ModelConfig,
+    ScheduleConfig,
+    SpeculativeConfig,
+)
 from octavo.core.bounded_kv import check_kv_eviction
 from octavo.core.engine import Engine
 from octavo.core.policy import find_policy
@@ -43,8 +49,10 @@ from octavo.memory import (
     step_tokens,
     weight_bytes,
 )
+from octavo.model import embedded
 from octavo.model.base import CausalLM
 from octavo.model.checkpoint import Checkpoint
+from octavo.model.draft_head import DraftHead, load_draft_head
 from octavo.model.fingerprint import fingerprint
 from octavo.model.load import LoadOptions, load_model
 from octavo.ops import select
@@ -52,6 +60,7 @@ from octavo.ops.kv import CODES, dtype_name
 from octavo.runner.canary import Canary
 from octavo.runner.disk import Disk
 from octavo.runner.drafter import Drafter, DraftModel, EarlyExit
+from octavo.runner.head_drafter import HeadDrafter
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.runner.shapes import RunnerLimits, held_logits
@@ -404,7 +413,23 @@ def with_drafter(loaded: ModelOnDevice, options: EngineOptions) -> ModelOnDevice
     if speculative is not None and speculative.method == "draft_model":
         draft_options = load_options(options, loaded.device)
         return replace(loaded, drafter=load_draft_model(loaded, speculative, draft_options))
+    if speculative is not None and speculative.method == "head":
+        head_path = find_draft_head(loaded.checkpoint, speculative)
+        return replace(loaded, drafter=load_draft_head(head_path, loaded.model))
     return loaded
+
+
+def find_draft_head(target: Checkpoint, speculative: SpeculativeConfig) -> str | Path:
+    """Return where the draft head for a model is."""
+    if speculative.model is not None:
+        return speculative.model
+    if Path(target.source).name == embedded.FILE:
+        return embedded.draft_head_path()
+    raise InvalidRequest(
+        "speculative_config: the method head needs a draft head for this model, as in "
+        "head,model=DIRECTORY. octavo train-draft trains one",
+        "speculative_config",
+    )
 
 
 def load_draft_model(
@@ -530,21 +555,22 @@ def build_runner(
         use_graphs=resolved.requirements.graphs,
         tiers=tiers,
         canary=canary,
-        drafter=build_drafter(loaded, schedule.speculative, cache, kv),
+        drafter=build_drafter(loaded, resolved, kv),
     )
     return runner, resolved
 
 
-def build_drafter(
-    loaded: ModelOnDevice, speculative: SpeculativeConfig | None, cache: CacheConfig, kv: KVStore
-) -> Drafter | None:
+def build_drafter(loaded: ModelOnDevice, resolved: Resolved, kv: KVStore) -> Drafter | None:
     """Return what drafts on the device, or None if the scheduler drafts. `kv` is the target's."""
+    speculative = resolved.schedule.speculative
     if speculative is not None and speculative.exit_layer:
         return EarlyExit(loaded.model.first_layers(speculative.exit_layer), kv)
     drafter = loaded.drafter
     if drafter is None:
         return None
-    own_kv = KVStore(drafter.config, cache, drafter.kv_dtype, loaded.device)
+    own_kv = KVStore(drafter.config, resolved.cache, drafter.kv_dtype, loaded.device)
+    if isinstance(drafter, DraftHead):
+        return HeadDrafter(drafter, own_kv, resolved.schedule.max_num_seqs)
     return DraftModel(drafter, own_kv)
 
 

@@ -98,7 +98,9 @@ class SpeculativeConfig:
     ngram_min: int = 2  # fewest tokens that must occur earlier, for "ngram" and "suffix"
     ngram_max: int = 5  # most tokens that are looked for
     exit_layer: int = 0  # layers of the model that guess, for "early_exit"
-    model: str | None = None  # directory or name of the model that guesses, for "draft_model"
+    # Directory or name of the draft head or draft model, for "head" and "draft_model". None: the
+    # draft head of the embedded model.
+    model: str | None = None
 
 
 @dataclass(frozen=True)

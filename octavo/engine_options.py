@@ -353,8 +353,8 @@ class EngineOptions:
     speculative_config: Annotated[
         SpeculativeConfig | None,
         Option(
-            "Speculative decoding: METHOD[,k=N...] with the method ngram, suffix, early_exit or "
-            "draft_model. Replies stay the same.",
+            "Speculative decoding: METHOD[,k=N...] with the method ngram, suffix, early_exit, head "
+            "or draft_model. Replies stay the same.",
             "Scheduling",
             metavar="METHOD",
             flag="--speculative",

@@ -4,16 +4,31 @@ drafts and whatever else is asked."""
 from __future__ import annotations
 
 import shutil
+from collections import Counter
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.core.draft_methods import describe, parse_speculative
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, ModelError, ModelNotFound
+from octavo.model import embedded
 from octavo.params import StructuredOutputsParams
+from octavo.runner.batch_slots import BatchSlots
+from octavo.types import Plan
+from tests.model.test_draft_head import (
+    SHARED,
+    random_tensors,
+    reference_draft,
+    target_hidden,
+    write_head,
+)
 from tests.test_llm import prompts
 from tests.tiny import ARCHITECTURES, model_dir
 
@@ -22,6 +37,7 @@ METHODS = [
     "suffix,k=8,min=1,adaptive=no",
     "early_exit,layer=1,k=3,adaptive=no",
     "draft_model,model=ITSELF,k=3,adaptive=no",
+    "head,model=HEAD,k=3,adaptive=no",
 ]
 PARAMS = {
     "greedy": dict(temperature=0.0),
@@ -37,13 +53,22 @@ PARAMS = {
 
 
 def make(method: str | dict[str, Any] | None, architecture: str = "llama", **options: Any) -> LLM:
-    """ITSELF in a method stands for the directory of the model."""
+    """ITSELF in a method stands for the directory of the model, and HEAD for that of a head."""
     settings = dict(max_num_seqs=4, block_size=4, max_model_len=128, num_gpu_blocks_override=120)
     if isinstance(method, str):
-        method = method.replace("ITSELF", str(model_dir(architecture)))
+        method = method.replace("ITSELF", model_dir(architecture)).replace("HEAD", head_dir())
     return LLM(
         model_dir(architecture), device="cpu", speculative_config=method, **(settings | options)
     )
+
+
+@cache
+def head_dir(captured: bool = False) -> str:
+    """A draft head with random weights that fits every tiny model. It reads the final hidden state,
+    or the hidden state before the second layer if `captured`."""
+    path = Path(mkdtemp(prefix="octavo-head-"))
+    tensors = random_tensors(captured=int(captured), owns_head=captured)
+    return str(write_head(path, tensors, **({} if captured else SHARED)))
 
 
 def texts() -> list[list[int]]:
@@ -176,6 +201,76 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path) -> Non
         make(f"draft_model,model={path}")
 
 
+# ---- a draft head ------------------------------------------------------------------------------
+
+
+def record_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Fill a list with the known tokens and the drafts of each sequence that is drafted for."""
+    recorded: list[tuple[list[int], list[int]]] = []
+    drafter: Any = llm.runner.drafter
+    draft = drafter.draft
+
+    def recording(plan: Plan, passes: list[Tensor], state: BatchSlots) -> None:
+        draft(plan, passes, state)
+        for item in plan.items:
+            if item.num_drafts:
+                num_known = int(state.computed[item.slot]) + 1
+                tokens = state.tokens[item.slot, : num_known + item.num_drafts].tolist()
+                recorded.append((tokens[:num_known], tokens[num_known:]))
+
+    monkeypatch.setattr(drafter, "draft", recording)
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("captured", "options"),
+    [
+        (False, dict()),
+        (True, dict()),
+        (False, dict(depth=3, max_num_batched_tokens=5)),
+        (False, dict(num_gpu_blocks_override=32)),
+    ],
+    ids=str,
+)
+@torch.inference_mode()
+def test_drafts_of_a_head_are_those_of_the_reference(
+    captured: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's KV and the hidden states that it continues belong to the accepted tokens."""
+    path = head_dir(captured)
+    llm = make(f"head,model={path},k=3,adaptive=no", enable_prefix_caching=False, **options)
+    recorded = record_drafts(llm, monkeypatch)
+    run(llm, temperature=0.0, max_tokens=12)
+    drafted = Counter(token for _, drafts in recorded for token in drafts)
+    likely = [token for token, _ in drafted.most_common(3)]
+    run(llm, temperature=0.0, allowed_token_ids=likely)  # so that some drafts are accepted
+    assert counters(llm).accepted_at[1] > 0
+    tensors = load_file(Path(path) / "model.safetensors")
+    for tokens, drafts in recorded[::2]:
+        hidden = target_hidden(llm.model, tokens, captured)
+        expected, _ = reference_draft(tensors, llm.model, tokens, hidden, len(drafts))
+        assert drafts == expected
+
+
+def test_a_head_is_found_or_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"head,model=DIRECTORY\. octavo train-draft"):
+        make("head")
+    with pytest.raises(ModelNotFound, match="no such directory"):
+        make(f"head,model={tmp_path}/absent")
+    with pytest.raises(ModelError, match="hidden_size 64, but the target has 32"):
+        make(f"head,model={write_head(tmp_path, random_tensors(), hidden_size=64)}")
+
+
+def test_the_embedded_model_has_a_head_or_says_how_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.model.embedded.DRAFT_HEAD", tmp_path)
+    with pytest.raises(ModelNotFound, match=r"no draft head .* octavo train-draft"):
+        embedded.draft_head_path()
+    (tmp_path / "config.json").touch()
+    assert embedded.draft_head_path() == tmp_path
+
+
 # ---- structured output, costs, settings --------------------------------------------------------
 
 
@@ -205,6 +300,10 @@ def test_vllms_dictionary_is_understood() -> None:
     config = llm.engine.scheduler.schedule.speculative
     assert config is not None
     assert (config.method, config.num_tokens) == ("draft_model", 2)
+    llm = make({"method": "eagle3", "model": head_dir(), "num_speculative_tokens": 2})
+    config = llm.engine.scheduler.schedule.speculative
+    assert config is not None
+    assert (config.method, config.num_tokens) == ("head", 2)
     llm = make({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2})
     config = llm.engine.scheduler.schedule.speculative
     assert config is not None

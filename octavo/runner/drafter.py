@@ -2,6 +2,7 @@
 
     EarlyExit    the first layers of the target, with the target's KV cache
     DraftModel   another model with the same vocabulary, with a KV cache of its own
+    HeadDrafter  a trained draft head, with a KV cache of its own (head_drafter.py)
 
 The runner calls draft() before the target's forward pass in a step that verifies drafts, and
 observe() after the target's forward pass in every step. A KV cache of its own has the block tables

@@ -1,0 +1,96 @@
+"""Drafts of a trained draft head (octavo/model/draft_head.py).
+
+The head reads at position i the target's hidden state of position i and token i + 1, and predicts
+token i + 2. It has one layer of KV, with the entry of position i at position i.
+
+    observe   computes all positions of a step with the target's hidden states. The output at the
+              last one predicts the first draft, and is kept for each batch slot
+    draft     chooses the first draft from that output. Every further draft is one pass of the head:
+              its own output takes the place of the target's hidden state
+
+A rejected draft leaves KV that came from the head's own output. observe() of the same step
+overwrites it, as far as the sequence has reached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from octavo.model.draft_head import DraftHead
+from octavo.ops import ForwardBatch
+from octavo.runner.batch import ForwardResult, last_tokens
+from octavo.runner.batch_slots import BatchSlots
+from octavo.runner.drafter import Observed, one_token_each
+from octavo.runner.kvstore import KVStore
+from octavo.runner.sampler import choose
+from octavo.types import Plan
+
+
+class HeadDrafter:
+    needs_hidden = True
+
+    def __init__(self, head: DraftHead, kv: KVStore, max_slots: int):
+        self.head = head
+        self.kv = kv
+        # [slots, hidden] the head's output that predicts the next draft of each slot
+        self.outputs = torch.zeros(
+            max_slots + 1, head.config.hidden_size, dtype=head.dtype, device=kv.tensor.device
+        )
+
+    def observe(self, step: Observed, state: BatchSlots) -> None:
+        batch = step.batch
+        hidden = step.hidden if batch.captured is None else batch.captured
+        output = self.head.compute(
+            self._following_tokens(batch, state), self.kv.view[:, 0], self.head.combine(hidden)
+        )
+        self.outputs[batch.slots.long()] = output
+
+    def draft(self, plan: Plan, passes: list[Tensor], state: BatchSlots) -> None:
+        max_len = max(item.max_kv_len for item in plan.items)
+        for index, slots in enumerate(passes):
+            rows = slots.long()
+            lengths = state.computed[rows] + index  # positions that the head has computed
+            output = self.outputs[rows]
+            if index > 0:
+                ids = state.tokens[rows, lengths.long()]  # the draft before this one
+                batch = one_token_each(slots, lengths, ids, state, self.kv.block_size, max_len)
+                output = self.head.compute(batch, self.kv.view[:, 0], output)
+                self.outputs[rows] = output
+            logits = self._target_logits(output)
+            choose(ForwardResult(slots, logits, lengths + 1), state, self.head.ops)
+
+    def _following_tokens(self, batch: ForwardBatch, state: BatchSlots) -> ForwardBatch:
+        """Return the target's batch with the token after each position. `last` is the last position
+        of each item that the step has kept: those of rejected drafts follow it."""
+        slots = batch.slots.long()
+        first_rows = batch.query_start[:-1].long()
+        num_kept = state.computed[slots] - batch.positions[first_rows]
+        num_tokens = len(batch.positions)
+        token_slots = slots.repeat_interleave(
+            batch.query_start.diff().long(), output_size=num_tokens
+        )
+        following = replace(
+            batch,
+            ids=state.tokens[token_slots, batch.positions + 1].long().clamp_(min=0),
+            seq_lens=state.computed[slots],
+            logit_indices=first_rows + num_kept - 1,
+            last=None,
+            watched=None,
+            captured=None,
+            scratch={},
+        )
+        if num_tokens > len(slots):
+            items = torch.arange(len(slots), device=slots.device)
+            following.last = last_tokens(following, items, batch.spans)
+        return following
+
+    def _target_logits(self, output: Tensor) -> Tensor:
+        """Return the head's logits over the vocabulary of the target. They are -inf for tokens that
+        the head cannot draft. The noise of the choice depends on the target's token."""
+        config = self.head.config
+        logits = output.new_full((len(output), config.target_vocab_size), -torch.inf)
+        logits[:, self.head.token_ids] = self.head.logits(output)
+        return logits
