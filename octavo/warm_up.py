@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from octavo.core.bounded_kv import max_kv_positions
 from octavo.core.engine import Engine
-from octavo.core.speculation import StepCosts
+from octavo.core.speculation import Speculation
 from octavo.params import SamplingParams
 from octavo.types import Request
 
@@ -18,6 +18,7 @@ WARM_UP_TOKENS = {"cuda": (64, 128, 768, 2048, sys.maxsize), "cpu": (64,)}
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # decode steps that speculative decoding measures
 MEASURED_STEPS = 5
+MEASURED_DRAFTS = 2
 
 
 def warm_up(engine: Engine, kind: str) -> None:
@@ -34,27 +35,42 @@ def warm_up(engine: Engine, kind: str) -> None:
             run_prompt(engine, tokens)
             scheduler.clear_cache()
         if scheduler.speculation is not None:
-            measure_rows(engine, scheduler.speculation.costs)
+            measure_costs(engine, scheduler.speculation)
             scheduler.clear_cache()
 
 
-def measure_rows(engine: Engine, costs: StepCosts) -> None:
-    """Measure decode steps of several sizes, because the best number of drafts depends on them."""
+def measure_costs(engine: Engine, speculation: Speculation) -> None:
+    """Measure decode steps of several sizes and a pass of the device's drafter, because the best
+    number of drafts depends on them."""
+    costs = speculation.costs
+    with speculation.fixed(0):
+        for num_rows in ROWS:
+            if num_rows > engine.scheduler.schedule.max_num_seqs:
+                break
+            seconds = decode_seconds(engine, num_rows, num_tokens=1)
+            costs.observe(num_rows, seconds)
+    if not speculation.on_host:
+        num_drafts = min(MEASURED_DRAFTS, speculation.max_drafts)
+        with speculation.fixed(num_drafts):
+            seconds = decode_seconds(engine, 1, num_tokens=1 + num_drafts)
+            costs.observe(1 + num_drafts, seconds, num_passes=num_drafts)
+
+
+def decode_seconds(engine: Engine, num_sequences: int, num_tokens: int) -> float:
+    """Return the median time of a step that decodes so many sequences, and gives up to `num_tokens`
+    tokens of each. It is 0 if there was no such step."""
     scheduler = engine.scheduler
-    params = SamplingParams(max_tokens=MEASURED_STEPS + 2, ignore_eos=True, detokenize=False)
-    for num_rows in ROWS:
-        if num_rows > scheduler.schedule.max_num_seqs:
-            return
-        for index in range(num_rows):
-            engine.add(Request(f"warm-up {num_rows}/{index}", [index] * 8, params))
-        landings = []
-        while not engine.idle:
-            engine.step()
-            if len(scheduler.decoding) == num_rows:
-                landings.append(scheduler.clock())
-        steps = sorted(later - earlier for earlier, later in pairwise(landings))
-        if steps:
-            costs.observe(num_rows, steps[len(steps) // 2])
+    max_tokens = (MEASURED_STEPS + 2) * num_tokens
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    for index in range(num_sequences):
+        engine.add(Request(f"warm-up {num_sequences}/{index}", [index] * 8, params))
+    landings = []
+    while not engine.idle:
+        engine.step()
+        if len(scheduler.decoding) == num_sequences:
+            landings.append(scheduler.clock())
+    steps = sorted(later - earlier for earlier, later in pairwise(landings))
+    return steps[len(steps) // 2] if steps else 0.0
 
 
 def run_prompt(engine: Engine, tokens: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.core.draft_methods import describe, parse_speculative
+from octavo.core.speculation import DraftCounters
 from octavo.errors import InvalidRequest, ModelError, ModelNotFound
 from octavo.model import embedded
 from octavo.params import StructuredOutputsParams
@@ -293,6 +294,35 @@ def test_drafts_that_cost_more_than_they_bring_are_not_verified(
     monkeypatch.setattr(speculation.costs, "observe", lambda *measured: None)
     run(llm, temperature=1.0, seed=1)
     assert counters(llm).drafted == 0
+
+
+@pytest.mark.parametrize("method", ["draft_model,model=ITSELF", "head,model=HEAD", "ngram"])
+def test_the_warm_up_measures_a_pass_and_counts_no_drafts(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(method)
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None
+    num_drafts: list[int] = []
+    launch = llm.runner.launch
+
+    def recording(plan: Plan) -> Any:
+        num_drafts.append(plan.num_drafts)
+        return launch(plan)
+
+    def observe(num_rows: int, seconds: float, num_passes: int = 0) -> None:
+        assert seconds > 0
+        measured.append((num_rows, num_passes))
+
+    measured: list[tuple[int, int]] = []
+    monkeypatch.setattr(llm.runner, "launch", recording)
+    monkeypatch.setattr(speculation.costs, "observe", observe)
+    llm.warm_up()
+    rows = [(1, 0), (2, 0), (3, 0), (4, 0)]
+    assert measured == (rows if method == "ngram" else [*rows, (3, 2)])
+    assert set(num_drafts) == ({0} if method == "ngram" else {0, 1, 2})
+    assert speculation.counters == DraftCounters([0] * 4)
+    assert (speculation.max_drafts, speculation.adaptive) == (4, True)
 
 
 def test_vllms_dictionary_is_understood() -> None:

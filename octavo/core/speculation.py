@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from octavo.config import SpeculativeConfig
@@ -59,6 +61,19 @@ class Speculation:
     def on_host(self) -> bool:
         """Whether the host makes the drafts: it must then know all tokens of a sequence."""
         return self.drafter is not None
+
+    @contextmanager
+    def fixed(self, num_drafts: int) -> Iterator[None]:
+        """Verify this many drafts of every sequence, as far as there is room, and count none of
+        them. For measurements."""
+        kept = (self.max_drafts, self.adaptive, self.acceptance, self.counters)
+        self.max_drafts = num_drafts
+        self.adaptive = False
+        self.counters = DraftCounters([0] * num_drafts)
+        try:
+            yield
+        finally:
+            self.max_drafts, self.adaptive, self.acceptance, self.counters = kept
 
     def begin_step(self, num_decoding: int, max_rows: int) -> StepDrafts:
         return StepDrafts(self, num_decoding, max_rows)
@@ -167,7 +182,8 @@ class StepCosts:
             return
         if num_passes:
             measured = max(seconds - self.seconds(num_rows), 0.0) / num_passes
-            self.pass_seconds += self.WEIGHT * (measured - self.pass_seconds)
+            weight = self.WEIGHT if self.pass_seconds else 1.0
+            self.pass_seconds += weight * (measured - self.pass_seconds)
             return
         index = bisect_left(self.rows, num_rows)
         if index < len(self.rows) and self.rows[index] == num_rows:
