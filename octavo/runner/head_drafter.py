@@ -39,6 +39,8 @@ class HeadDrafter:
         self.outputs = torch.zeros(
             max_slots + 1, head.config.hidden_size, dtype=head.dtype, device=kv.tensor.device
         )
+        # The rows of _target_logits(), which differ in the same columns every time.
+        self._logits = self.outputs[:0]
 
     def observe(self, step: Observed, state: BatchSlots) -> None:
         batch = step.batch
@@ -90,7 +92,11 @@ class HeadDrafter:
     def _target_logits(self, output: Tensor) -> Tensor:
         """Return the head's logits over the vocabulary of the target. They are -inf for tokens that
         the head cannot draft. The noise of the choice depends on the target's token."""
-        config = self.head.config
-        logits = output.new_full((len(output), config.target_vocab_size), -torch.inf)
-        logits[:, self.head.token_ids] = self.head.logits(output)
-        return logits
+        logits = self.head.logits(output)
+        num_rows = len(logits)
+        if num_rows > len(self._logits):
+            vocab_size = self.head.config.target_vocab_size
+            self._logits = logits.new_full((num_rows, vocab_size), -torch.inf)
+        # On a CPU, scatter_ is several times faster than an assignment to indices.
+        token_ids = self.head.token_ids.expand(num_rows, -1)
+        return self._logits[:num_rows].scatter_(1, token_ids, logits)
