@@ -132,11 +132,12 @@ def measure(
     `llm` decodes without speculation. `advance` is called after each of the
     len(cases) * (1 + repeat) rounds.
     """
+    llm.warm_up()
     sides = {"": llm}
     for name, config in methods.items():
         sides[name] = llm.with_speculation(config)
-    for side in sides.values():
-        side.warm_up()
+        if config.adaptive:  # Warm-up measures the steps that decide how many drafts pay.
+            sides[name].warm_up()
     results = []
     for case in cases:
         prompts = encode_prompts(llm, case)
