@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -90,17 +91,21 @@ class Engine:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Run steps that compile or test: nothing listens to them, and the prefix cache does not
-        count their prompts."""
+        """Run steps that compile or test: nothing listens to them, and neither the prompts in the
+        prefix cache nor the drafts are counted."""
         counters = self.scheduler.counters
         queried_tokens = counters.queried_tokens
         cached_tokens = counters.cached_tokens
+        speculation = self.scheduler.speculation
+        drafts = None if speculation is None else deepcopy(speculation.counters)
         try:
             with self.events.muted():
                 yield
         finally:
             counters.queried_tokens = queried_tokens
             counters.cached_tokens = cached_tokens
+            if speculation is not None and drafts is not None:
+                speculation.counters = drafts
 
     def step(self) -> list[Output]:
         """Launch the next step, if there is one, then commit the oldest result that is due."""

@@ -30,7 +30,7 @@ from octavo.serve.channel.messages import (
     decode_to_front,
     encode,
 )
-from octavo.serve.engine.engine_process import DeviceLost, EngineLoop
+from octavo.serve.engine.engine_process import DeviceLost, EngineLoop, smoke_test
 from octavo.serve.engine.step_reports import LongSteps
 from octavo.serve.front.metrics import Metrics
 from octavo.serve.front.supervisor import Supervisor
@@ -334,10 +334,14 @@ def test_a_heartbeat_and_the_metrics_count_drafts() -> None:
     )
     scheduler = Scheduler(CacheConfig(block_size=4, num_blocks=50), schedule, vocab_size=1000)
     script = [add("a", 5, max_tokens=40), *[None] * 60]
-    loop = EngineLoop(Engine(scheduler, FakeRunner(50, 4)), FakeLink(script))  # type: ignore[arg-type]
+    engine = Engine(scheduler, FakeRunner(50, 4))
+    smoke_test(engine)
+    assert scheduler.speculation is not None
+    assert scheduler.speculation.counters.drafted == 0, "a rehearsal counts nothing"
+    loop = EngineLoop(engine, FakeLink(script))  # type: ignore[arg-type]
     loop.run()
     heartbeat = loop.heartbeat
-    counters = scheduler.speculation.counters  # type: ignore[union-attr]
+    counters = scheduler.speculation.counters
     assert 0 < heartbeat.verifications == counters.verifications
     assert heartbeat.drafted_tokens == counters.drafted > heartbeat.accepted_tokens > 0
     assert heartbeat.accepted_tokens == sum(heartbeat.accepted_at)
