@@ -201,8 +201,9 @@ def show_results(results: list[dict[str, Any]]) -> None:
         table(None, columns, [cells(record) for record in records], left=(0, 1))
         if facts["random_weights"]:
             say(
-                "The weights are random, so the first layers know nothing of what the last layers "
-                "decide. The acceptance of early exit is near 0, and its ratio shows only its cost."
+                "The weights are random, so the first layers know little of what the last layers "
+                "decide. Expect an acceptance near 0: the ratio shows what drafts cost, and the "
+                "acceptance says nothing about a trained model."
             )
     if any(record["predicted_ratio"] is not None for record in results):
         say(
