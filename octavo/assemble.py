@@ -86,11 +86,12 @@ class DraftFacts:
     kv_per_token: int  # bytes
 
     @classmethod
-    def of(cls, drafter: CausalLM, kv_dtype: torch.dtype) -> DraftFacts:
+    def of(cls, drafter: CausalLM) -> DraftFacts:
+        """Works for a drafter on the meta device too."""
         return cls(
             max_position=drafter.config.max_position,
             weights=weight_bytes(drafter),
-            kv_per_token=drafter.config.kv_bytes_per_token(dtype_name(kv_dtype)),
+            kv_per_token=drafter.config.kv_bytes_per_token(dtype_name(drafter.kv_dtype)),
         )
 
 
@@ -118,8 +119,13 @@ class ModelFacts:
             kv_dtype=dtype_name(model.kv_dtype),
             kv_dtypes=tuple(dtype_name(dtype) for dtype in model.ops.kv_dtypes(model.dtype)),
             moves_keys=model.angles(0) is not None,
-            draft=None if drafter is None else DraftFacts.of(drafter, drafter.kv_dtype),
+            draft=None if drafter is None else DraftFacts.of(drafter),
         )
+
+    @property
+    def all_weights(self) -> int:
+        """Bytes of the model and of what drafts for it."""
+        return self.weights + (0 if self.draft is None else self.draft.weights)
 
 
 @dataclass(frozen=True)
@@ -204,7 +210,7 @@ def require(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> R
         kv_dtype=kv_dtype,
         kv_per_token=model.config.kv_bytes_per_token(kv_dtype),
         draft_kv_per_token=0 if model.draft is None else model.draft.kv_per_token,
-        weights=model.weights + (0 if model.draft is None else model.draft.weights),
+        weights=model.all_weights,
         activations=activations,
         staging=STAGING[device.kind] if options.offloads else 0,
         graphs=graphs,

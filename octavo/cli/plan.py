@@ -24,7 +24,8 @@ from octavo.errors import CheckpointError, NotEnoughMemory
 from octavo.option_declaration import flag_of
 
 if TYPE_CHECKING:
-    from octavo.assemble import DeviceFacts, ModelFacts, Requirements, Resolved
+    from octavo.assemble import DeviceFacts, DraftFacts, ModelFacts, Requirements, Resolved
+    from octavo.config import SpeculativeConfig
 
 UNKNOWN_HOST_MEMORY = 2**62  # bytes: the host memory of another machine is not checked
 
@@ -97,8 +98,33 @@ class ModelOutline:
     def facts(self, options: EngineOptions, kind: str) -> ModelFacts:
         key = (options.dtype, options.quantization, kind)
         if key not in self._facts:
-            self._facts[key] = self._measure(options, kind)
+            draft = self._measure_draft(options.speculative_config, options, kind)
+            self._facts[key] = replace(self._measure(options, kind), draft=draft)
         return self._facts[key]
+
+    def _measure_draft(
+        self, speculative: SpeculativeConfig | None, options: EngineOptions, kind: str
+    ) -> DraftFacts | None:
+        """Measure a draft head or a draft model."""
+        import torch
+
+        from octavo.assemble import DraftFacts, find_draft_head
+        from octavo.model.draft_head import outline_draft_head
+        from octavo.model.load import open_checkpoint
+        from octavo.ops import select
+        from octavo.ops.reference import ReferenceOps
+
+        if speculative is None or speculative.method not in ("head", "draft_model"):
+            return None
+        if speculative.method == "draft_model":
+            model = ModelOutline(speculative.model, None)._measure(options, kind)
+            kv_per_token = model.config.kv_bytes_per_token(model.kv_dtype)
+            return DraftFacts(model.config.max_position, model.weights, kv_per_token)
+        checkpoint = open_checkpoint(find_draft_head(self.checkpoint, speculative))
+        ops = select("cpu") if kind == "cpu" else ReferenceOps()
+        dtype = getattr(torch, self._measure(options, kind).dtype)
+        head = outline_draft_head(checkpoint, self.config, ops, dtype)
+        return DraftFacts.of(head)
 
     def _measure(self, options: EngineOptions, kind: str) -> ModelFacts:
         import torch
@@ -195,7 +221,7 @@ class Planner:
 
     def facts(self, options: EngineOptions) -> tuple[ModelFacts, DeviceFacts]:
         model = self.outline.facts(options, self.target.kind)
-        return model, self.target.after_loading(model.weights)
+        return model, self.target.after_loading(model.all_weights)
 
     def requirements(self, options: EngineOptions) -> Requirements:
         from octavo.assemble import require
@@ -221,7 +247,7 @@ class Planner:
         needs = self.requirements(options)
         target = self.target
         blocks = max(1, -(-((options.max_model_len or 1) - 1) // needs.block_size))
-        kv = blocks * needs.block_size * needs.kv_per_token
+        kv = blocks * needs.block_size * (needs.kv_per_token + needs.draft_kv_per_token)
         fixed = needs.weights + needs.activations + needs.staging
         if target.kind == "cpu":
             return fixed + int(kv / CPU_KV_SHARE) + 1
@@ -298,6 +324,7 @@ class Planner:
             "activations": needs.activations,
             "kv_dtype": needs.kv_dtype,
             "kv_bytes_per_token": needs.kv_per_token,
+            "draft_kv_bytes_per_token": needs.draft_kv_per_token,
             "block_size": needs.block_size,
             "model_context": model.config.max_position,
             "speculative": None if speculative is None else describe_speculative(speculative),
@@ -366,6 +393,8 @@ def memory_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     )
     yield "activations", in_bytes(report["activations"]), step
     yield "KV of a token", in_bytes(per_token), report["kv_dtype"]
+    if report["draft_kv_bytes_per_token"]:
+        yield "KV of the drafter", in_bytes(report["draft_kv_bytes_per_token"]), "for each token"
     if not report["fits"]:
         return
     blocks = f"{report['num_blocks']:,} blocks of {report['block_size']} tokens"

@@ -181,13 +181,22 @@ class DraftHead(CausalLM):
         """Return the rows of the target's head. They are quantised if the layer is."""
         assert self._target_rows is not None
         rows = self._target_rows(self.token_ids)
-        with torch.device("meta"):
-            head = Linear(self.ops, self.config.hidden_size, {"lm_head": len(rows)})
-        if isinstance(self.layer.qkv.weight, QuantWeight):
-            head.quantize(quant.EDGE_FORMAT, str(rows.device))
+        head = self.empty_head(str(rows.device))
+        if isinstance(head.weight, QuantWeight):
             quant.fill(head.weight, rows)
         else:
             head.weight = nn.Parameter(rows.to(self.dtype), requires_grad=False)
+        return head
+
+    def empty_head(self, device: str) -> Linear:
+        """Return an output head for the draft tokens, with the format of the layer.
+
+        Only a quantised head has memory.
+        """
+        with torch.device("meta"):
+            head = Linear(self.ops, self.config.hidden_size, {"lm_head": self.config.vocab_size})
+        if isinstance(self.layer.qkv.weight, QuantWeight):
+            head.quantize(quant.EDGE_FORMAT, device)
         return head
 
 
@@ -227,6 +236,19 @@ def load_draft_head(source: str | Path, target: CausalLM) -> DraftHead:
     load_weights(head, checkpoint, progress=False)
     if config.target_layers:
         target.capture(config.target_layers)
+    return head
+
+
+def outline_draft_head(
+    checkpoint: Checkpoint, target: ModelConfig, ops: Ops, dtype: torch.dtype
+) -> DraftHead:
+    """Return the draft head without memory for its weights: their shapes and sizes."""
+    config = parse_draft_config(checkpoint, target)
+    formats = choose_formats("auto", checkpoint, ops.name)
+    head = outline(config, DraftHead, ops, dtype, formats)
+    assert isinstance(head, DraftHead)
+    if head.head is None:  # it will have rows of the target's head
+        head.head = head.empty_head("meta")
     return head
 
 

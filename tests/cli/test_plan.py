@@ -16,6 +16,8 @@ from typer.testing import Result
 
 from octavo import LLM, memory
 from octavo.bench.model_shapes import TINYLLAMA_1B
+from tests.model.test_draft_head import SHARED, random_tensors, write_head
+from tests.tiny import model_dir
 
 Octavo = Callable[..., Result]
 embedded = pytest.param(
@@ -114,6 +116,28 @@ def test_tiers_are_shown_as_llm_makes_them(octavo: Octavo, tiny: str, tmp_path: 
     assert "KV in host memory" in table and "KV on disk" in table
     assert "KV in host memory" not in octavo("plan", tiny, "--device", "cpu").stdout
     llm.close()
+
+
+@pytest.mark.parametrize("kind", ["head", "draft_model"])
+def test_memory_of_a_drafter_is_counted_as_llm_counts_it(
+    octavo: Octavo, kind: str, tmp_path: Path, pretend_free: Callable[[int], None]
+) -> None:
+    model = "smollm2"
+    method = f"draft_model,model={model}"
+    if kind == "head":
+        model = model_dir()
+        path = write_head(tmp_path / "head", random_tensors(captured=0, owns_head=False), **SHARED)
+        method = f"head,model={path}"
+    free = 1400 * 2**20
+    flags = [model, "--device", "cpu", "--device-memory", free, "--speculative", method]
+    plan = planned(octavo, *flags)
+    pretend_free(free - plan["weights"])
+    llm = LLM(model, device="cpu", progress=False, speculative_config=method)
+    names = ("weights", "num_blocks", "kv_pool", "draft_kv_bytes_per_token")
+    found = llm.memory
+    counted = [found.weights, found.num_blocks, found.kv, found.draft_kv_per_token]
+    assert [plan[name] for name in names] == counted
+    assert "KV of the drafter" in octavo("plan", *flags).stdout
 
 
 def test_the_method_of_speculative_decoding_is_shown(octavo: Octavo, tiny: str) -> None:
