@@ -92,7 +92,8 @@ async def tokenize(exchange: Exchange) -> None:
 
 async def detokenize(exchange: Exchange) -> None:
     front = exchange.front
-    async with exchange.held_body() as data:
+    with exchange.hold() as held:
+        data = await exchange.read(held)
         found = await front.text.detokenize(front.context, data)
     headers = validate.check_fields(front, found.unknown)
     validate.check_model(front, found.model)

@@ -15,6 +15,7 @@ The server keeps only digests of the keys. It compares every digest each time, i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -109,6 +110,7 @@ class Key:
             self.tokens.take(tokens)
 
 
+@functools.lru_cache(maxsize=4096)
 def network(address: str) -> str:
     """Return the network that counts as one address.
 

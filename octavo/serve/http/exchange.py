@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.parse import Bytes
 from octavo.serve.api.replies import KEEP_ALIVE
-from octavo.serve.front.body_memory import SMALL
+from octavo.serve.front.body_memory import SMALL, Held
 from octavo.serve.front.client import Call
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.http import body
@@ -49,7 +48,8 @@ class Exchange:
         """
         if generates and self._is_large():
             self.front.check_admission(self.caller)
-        async with self.held_body() as data:
+        with self.hold() as held:
+            data = await self.read(held)
             if generates:
                 self.front.check_admission(self.caller)
             return await body.decode(self.front.pool, data, kind, self.front.config.limits)
@@ -58,20 +58,21 @@ class Exchange:
         length = self.scope["octavo.headers"].get(b"content-length", b"")
         return not length.isdigit() or int(length) > SMALL
 
-    @asynccontextmanager
-    async def held_body(self) -> AsyncIterator[Bytes]:
-        """Yield the bytes of the body. They are counted for the client until the block ends."""
-        front = self.front
-        _ = front.client.model  # This raises an error while no engine is ready.
+    def hold(self) -> Held:
+        """Count the bytes of the body for the client until the `with` block ends."""
+        _ = self.front.client.model  # This raises an error while no engine is ready.
         client = self.scope.get("client")
-        with front.bodies.hold(client[0] if client else "") as held:
-            yield await body.read(
-                self.scope["octavo.headers"],
-                self._receive,
-                self._request.whole_body(),
-                front.config.limits,
-                held,
-            )
+        return self.front.bodies.hold(client[0] if client else "")
+
+    async def read(self, held: Held) -> Bytes:
+        """Return the bytes of the body."""
+        return await body.read(
+            self.scope["octavo.headers"],
+            self._receive,
+            self._request.whole_body(),
+            self.front.config.limits,
+            held,
+        )
 
     async def reply(self, value: Any, headers: Headers | None = None, status: int = 200) -> None:
         await self.send(_encode(value), "application/json", headers, status)
