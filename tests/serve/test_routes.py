@@ -170,6 +170,9 @@ NAMES = [  # with a prefix each
     "request_queue_time_seconds_bucket",
     "request_prefill_time_seconds_bucket",
     "request_decode_time_seconds_bucket",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "request_max_num_generation_tokens_sum",
     "iteration_tokens_total_bucket",
     "cache_config_info",
     "event_loop_lag_seconds",
@@ -229,8 +232,22 @@ def test_metrics_count_what_happened(running: Running) -> None:
         and grew("octavo:inter_token_latency_seconds_count") == 6
     )
     assert grew("octavo:prefill_tokens_total") == 10 and grew("octavo:decode_tokens_total") == 6
+    assert grew("octavo:request_prompt_tokens_sum") == 10
+    assert grew("octavo:request_generation_tokens_sum") == 7
+    assert grew("octavo:request_max_num_generation_tokens_sum") == 7
     blocks = [after[f"octavo:kv_blocks_{kind}"] for kind in ("used", "cached", "free")]
     assert sum(blocks) == 512 and blocks[0] == 0
+
+
+def test_metrics_have_the_length_of_every_sequence_and_of_the_longest(running: Running) -> None:
+    names = ["request_prompt_tokens", "request_generation_tokens"]
+    names.append("request_max_num_generation_tokens")
+    before = running.metrics()
+    running.complete(prompt=[1] * 10, max_tokens=5, n=3)
+    after = running.metrics()
+    counts = [after[f"octavo:{name}_count"] - before[f"octavo:{name}_count"] for name in names]
+    sums = [after[f"octavo:{name}_sum"] - before[f"octavo:{name}_sum"] for name in names]
+    assert counts == [1, 3, 1] and sums == [10, 15, 5]
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

@@ -72,6 +72,7 @@ PER_TOKEN = (
     2.5,
 )
 LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CLASSIC = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 50)
 
@@ -392,6 +393,17 @@ class Metrics:
         self.iteration = self._histogram(
             "iteration_tokens_total", "Tokens computed in one step.", ITERATION
         )
+        self.prompt_lengths = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a finished request.", LENGTHS
+        )
+        self.reply_lengths = self._histogram(
+            "request_generation_tokens", "Tokens generated for a finished sequence.", LENGTHS
+        )
+        self.longest_replies = self._histogram(
+            "request_max_num_generation_tokens",
+            "Tokens of the longest sequence of a finished request.",
+            LENGTHS,
+        )
 
     def _add_counters(self) -> None:
         prefix = self.prefix
@@ -521,10 +533,20 @@ class Metrics:
                 generating = times.finished_time - times.first_token_time
                 self.e2e.observe(times.finished_time - times.arrival_time)
                 self.decode_time.observe(generating)
-                count = max(len(output.token_ids) for output in collector.outputs)
+                count = self._record_lengths(collector)
                 # The tokens of a beam search arrive all at once.
                 if count > 1 and not collector.request.params.use_beam_search:
                     self.per_token.observe(generating / (count - 1))
         if not refused:
             self.classic_requests.inc()
             self.classic_latency.observe(now - call.arrival)
+
+    def _record_lengths(self, collector: Collector) -> int:
+        """Record the lengths of a finished request. Return the length of its longest sequence."""
+        lengths = [len(completion.token_ids) for completion in collector.outputs]
+        for length in lengths:
+            self.reply_lengths.observe(length)
+        longest = max(lengths)
+        self.prompt_lengths.observe(len(collector.request.prompt))
+        self.longest_replies.observe(longest)
+        return longest
