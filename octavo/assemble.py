@@ -635,5 +635,5 @@ class EngineFactory:
             scheduler.tiers.attach_store(store.disk.known_hashes, store.fetch_ids)
         engine = Engine(scheduler, self.runner)
         if recorder is not None:
-            recorder.listen_to(engine.events)
+            recorder.listen_to(engine.events, scheduler.clock, engine.host_time)
         return engine

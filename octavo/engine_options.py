@@ -365,7 +365,7 @@ class EngineOptions:
     record_trace: Annotated[
         str | None,
         Option(
-            "Record arrivals and lengths in this file, for octavo simulate.",
+            "Record requests and steps in this file, for octavo simulate and octavo timeline.",
             "Scheduling",
             metavar="FILE",
             check=path,

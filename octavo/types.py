@@ -5,6 +5,7 @@ Request                           a tokenised request with its parameters (octav
 Sequence                          one stream of tokens, as the scheduler sees it
 Item, NewSlot, Save, Fetch, Plan  one step's work: passed from the scheduler to the runner
 DiskEvent, StepResult             one step's results: passed from the runner to the scheduler
+HostTime                          how long the host spent in each part of the loop
 Output                            what the engine returns for one sequence
 """
 
@@ -320,6 +321,19 @@ class StepResult:
     disk_events: list[DiskEvent] = field(default_factory=list)
     # host blocks read from disk whose content failed its checksum when it was loaded
     corrupt_host_blocks: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class HostTime:
+    """The seconds that the host spent in each part of the loop.
+
+    All parts except `wait` should overlap with the work of the device."""
+
+    steps: int = 0
+    plan: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
+    commit: float = 0.0
 
 
 # ---- results -------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench.http_load import Load
+from octavo.core.trace import STEP_LINE
 from octavo.engine_options import EngineOptions
 from octavo.errors import OctavoError
 
@@ -231,7 +232,8 @@ def added_latency(
     The parts are the way in, the engine (and in it the wait for the step that was under way) and
     the way out. The server adds the way in and the way out.
     """
-    trace_lines = map(json.loads, trace_file.read_text().splitlines())
+    lines = trace_file.read_text().splitlines()
+    trace_lines = [json.loads(line) for line in lines if not line.startswith(STEP_LINE)]
     entries = {entry["id"].rpartition("-")[0]: entry for entry in trace_lines}
     parts_by_name: dict[str, list[float]] = {
         "in": [],

@@ -15,13 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from octavo.core.scheduler import Scheduler
 from octavo.errors import DeviceOutOfMemory
 from octavo.events import StepFailed, StepLanded, StepPlanned
-from octavo.types import Output, Plan, Request, StepResult
+from octavo.types import HostTime, Output, Plan, Request, StepResult
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.0005  # between two looks at a batch that is still forming
@@ -44,19 +43,6 @@ class StepInFlight(NamedTuple):
     plan: Plan
     handle: Handle
     started_at: float
-
-
-@dataclass(slots=True)
-class HostTime:
-    """The seconds that the host spent in each part of the loop.
-
-    All parts except `wait` should overlap with the work of the device."""
-
-    steps: int = 0
-    plan: float = 0.0
-    launch: float = 0.0
-    wait: float = 0.0
-    commit: float = 0.0
 
 
 class Engine:

@@ -5,14 +5,24 @@ Each completion is one line of JSON:
 
     {"arrival": 12.3, "prompt": 40, "output": 25, "blocks": [3, 1, 7, 5], "priority": 0,
      "tenant": "", "deadline": null, "id": "req_5f-0", "submitted": 12.301, "queued": 12.302,
-     "first_token": 12.34}
+     "first_token": 12.34, "index": 0, "end": "stop",
+     "spans": [["queued", 12.302, 12.303, 0, 0, 0], ["prefill", 12.303, 12.34, 40, 7, 7],
+               ["decode", 12.34, 12.6, 24, 8, 31]]}
 
 `blocks` has a number for each full block of BLOCK tokens of prompt and output. Two equal numbers
 mean equal tokens from the beginning up to there. The numbers are hashes under a secret that is
 never written down, so a trace reveals which requests share a prefix and nothing else. `id` and the
 fields after it say how the request fared and are not played again: when the front sent it to the
-engine, when the engine queued it (a step may have been running), and when its first token was
-there.
+engine, when the engine queued it (a step may have been running), when its first token was there,
+how it ended, and its spans (spans.py): name, start, end, tokens, first and last step.
+
+Each step is one line too. `octavo timeline` draws these lines, and a simulation skips them:
+
+    {"step": 7, "plan": [12.302, 12.303], "launch": [12.303, 12.304], "wait": [12.304, 12.34],
+     "device": [12.303, 12.34], "commit": [12.29, 12.291], "prefill": 40, "decode": 3, "blocks": {}}
+
+Each pair is when a part began and ended. `commit` is of the step that landed before this one, or
+null. `blocks` counts the blocks that the step moves between tiers.
 """
 
 from __future__ import annotations
@@ -24,20 +34,23 @@ import os
 import random
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from octavo.core.blocks import chain_hash, root_hash
+from octavo.core.spans import SequenceSpans, TimeSpan, rounded
+from octavo.core.step_spans import StepSpans
 from octavo.errors import InvalidRequest
 from octavo.events import PRUNED, Event, EventLog, Failed, Finished
-from octavo.types import Sequence
+from octavo.types import HostTime, Sequence
 
 Number = TypeVar("Number", int, float)
 log = logging.getLogger(__name__)
 BLOCK = 16
+STEP_LINE = '{"step"'  # how the line of a step begins
 
 
 @dataclass
@@ -53,6 +66,9 @@ class TraceEntry:
     submitted: float = 0.0  # on the clock of `arrival`; 0: unknown
     queued: float = 0.0
     first_token: float = 0.0
+    index: int = 0  # of the completion, among those of its request
+    end: str = ""  # why it ended
+    spans: list[tuple[str, float, float, int, int, int]] = field(default_factory=list)
 
 
 class Recorder:
@@ -70,17 +86,21 @@ class Recorder:
         self.secret = os.urandom(16)
         self.failed = False
 
-    def listen_to(self, events: EventLog) -> None:
-        events.subscribe(self._on_end, Finished, Failed)
+    def listen_to(self, events: EventLog, clock: Callable[[], float], host_time: HostTime) -> None:
+        """Record an engine with these events, this clock and these times of the host."""
+        SequenceSpans(events, clock, self._on_end)
+        StepSpans(events, clock, host_time, self._write)
 
-    def _on_end(self, event: Event) -> None:
-        if isinstance(event, Failed) or (isinstance(event, Finished) and event.reason != PRUNED):
-            self.record(event.seq)
+    def _on_end(self, seq: Sequence, spans: list[TimeSpan], event: Event) -> None:
+        if isinstance(event, Failed):
+            self.record(seq, spans, "error")
+        elif isinstance(event, Finished) and event.reason != PRUNED:
+            self.record(seq, spans, event.reason)
 
-    def record(self, seq: Sequence) -> None:
+    def record(self, seq: Sequence, spans: list[TimeSpan], reason: str) -> None:
         """Write a line about a sequence that has ended."""
         request = seq.request
-        if self.failed or seq.num_generated < 1 or not request.arrival:
+        if seq.num_generated < 1 or not request.arrival:
             return
         # Bounded KV may have dropped tokens of the output: then only the prompt is known.
         known = array("i", request.prompt) if seq.dropped_tokens else seq.tokens
@@ -101,12 +121,17 @@ class Recorder:
             submitted=request.submitted,
             queued=seq.queued_at,
             first_token=seq.first_token_at or 0.0,
+            index=seq.index,
+            end=reason,
+            spans=[_span_fields(span) for span in spans],
         )
-        self._write(json.dumps(asdict(entry)) + "\n")
+        self._write(asdict(entry))
 
-    def _write(self, line: str) -> None:
+    def _write(self, values: dict[str, Any]) -> None:
+        if self.failed:
+            return
         try:
-            self.file.write(line)
+            self.file.write(json.dumps(values) + "\n")
         except OSError as error:
             log.error(
                 "recording stops: the trace %s cannot be written (%s)",
@@ -116,6 +141,12 @@ class Recorder:
             self.failed = True
             with suppress(OSError):  # the buffered rest cannot be written either
                 self.file.close()
+
+
+def _span_fields(span: TimeSpan) -> tuple[str, float, float, int, int, int]:
+    first_step = span.steps[0] if span.steps else 0
+    last_step = span.steps[-1] if span.steps else 0
+    return span.name, rounded(span.start), rounded(span.end), span.tokens, first_step, last_step
 
 
 # ---- reading and making traces -------------------------------------------------------------------
@@ -148,10 +179,10 @@ def _lines(path: str) -> Iterator[TraceEntry]:
         ) from None
     with opened as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
+            if not line.strip() or line.startswith(STEP_LINE):
                 continue
             try:
-                entry = _parse_line(line)
+                entry = parse_line(line)
             except (ValueError, TypeError, AttributeError) as error:
                 if not line.endswith("\n"):
                     log.warning("%s breaks off in line %d, which is left out", path, number)
@@ -164,7 +195,7 @@ def _lines(path: str) -> Iterator[TraceEntry]:
             yield entry
 
 
-def _parse_line(line: str) -> TraceEntry:
+def parse_line(line: str) -> TraceEntry:
     names = {entry_field.name for entry_field in fields(TraceEntry)}
     values = json.loads(line)
     entry = TraceEntry(**{name: value for name, value in values.items() if name in names})

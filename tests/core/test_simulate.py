@@ -143,13 +143,10 @@ def test_a_trace_tells_who_shares_a_prefix_and_no_token(tmp_path: Path) -> None:
     for i, (prompt, salt) in enumerate(
         [([*common, 1], ""), ([*common, 2], ""), ([*common, 3], "other")]
     ):
-        recorder.record(
-            ended(
-                Request(f"{i}", prompt, params, 100.0 + i, salt, priority=i, tenant="k"), [7] * 10
-            )
-        )
-    recorder.record(ended(Request("canary", common, params), [7]))
-    recorder.record(ended(Request("aborted", common, params, 9.0), []))
+        request = Request(f"{i}", prompt, params, 100.0 + i, salt, priority=i, tenant="k")
+        recorder.record(ended(request, [7] * 10), [], "length")
+    recorder.record(ended(Request("canary", common, params), [7]), [], "length")
+    recorder.record(ended(Request("aborted", common, params, 9.0), []), [], "abort")
     found = trace.read(str(file))
     assert [(e.arrival, e.prompt, e.output, e.priority, e.tenant) for e in found] == [
         (float(i), 41, 10, i, "k") for i in range(3)
@@ -158,7 +155,8 @@ def test_a_trace_tells_who_shares_a_prefix_and_no_token(tmp_path: Path) -> None:
     assert not set(found[0].blocks) & set(found[2].blocks), (
         "who may not share blocks does not share numbers"
     )
-    Recorder(tmp_path / "again").record(ended(Request("0", [*common, 1], params, 1.0), [7] * 10))
+    request = Request("0", [*common, 1], params, 1.0)
+    Recorder(tmp_path / "again").record(ended(request, [7] * 10), [], "length")
     assert json.loads((tmp_path / "again").read_text())["blocks"] != found[0].blocks, (
         "numbers mean nothing outside of one run"
     )
@@ -295,7 +293,8 @@ def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = make_engine(20, 4, 2, 16, 1)
-    Recorder("/dev/full").listen_to(engine.events)
+    recorder = Recorder("/dev/full")
+    recorder.listen_to(engine.events, engine.scheduler.clock, engine.host_time)
     for name in "ab":
         engine.add(
             Request(
