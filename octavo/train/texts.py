@@ -20,6 +20,9 @@ QUESTION_TEMPERATURE = 0.9
 TEMPERATURES = (0.0, 0.7)
 FIRST_ROUND = 256  # texts of the first round, which measures the speed
 ROUND = 4096  # texts of a later round at most
+# An answer ends where this many tokens in a row occur for the second time. Small models repeat
+# themselves for ever, and a head that is trained on repetitions learns little else.
+REPEATED_TOKENS = 16
 
 
 class Text(NamedTuple):
@@ -108,8 +111,20 @@ def generate_answers(
         for index in range(len(prompts))
     ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [
-        Text(prompt + output.outputs[0].token_ids, len(prompt), param.temperature == 0)
-        for prompt, output, param in zip(prompts, outputs, params, strict=True)
-        if len(output.outputs[0].token_ids) > 1
-    ]
+    texts: list[Text] = []
+    for prompt, output, param in zip(prompts, outputs, params, strict=True):
+        answer = before_repetition(output.outputs[0].token_ids)
+        if len(answer) > 1:
+            texts.append(Text(prompt + answer, len(prompt), param.temperature == 0))
+    return texts
+
+
+def before_repetition(token_ids: list[int], width: int = REPEATED_TOKENS) -> list[int]:
+    """Return the tokens up to where `width` tokens in a row have occurred for the second time."""
+    seen: set[tuple[int, ...]] = set()
+    for end in range(width, len(token_ids) + 1):
+        run = tuple(token_ids[end - width : end])
+        if run in seen:
+            return token_ids[:end]
+        seen.add(run)
+    return token_ids

@@ -16,7 +16,7 @@ from octavo import LLM
 from octavo.errors import InvalidRequest
 from octavo.model.draft_head import load_draft_head
 from octavo.train.states import TextStates, pack, read_states
-from octavo.train.texts import Text, TextOptions, generate_texts
+from octavo.train.texts import Text, TextOptions, before_repetition, generate_texts
 from octavo.train.train_draft import (
     Trainer,
     TrainOptions,
@@ -55,6 +55,13 @@ def make_states(llm: LLM, count: int = 8) -> list[TextStates]:
         for index in range(count)
     ]
     return read_states(llm.model, texts, ignore)
+
+
+def test_an_answer_ends_where_it_repeats_itself() -> None:
+    assert before_repetition([1, 2, 3, 4, 5], width=2) == [1, 2, 3, 4, 5]
+    assert before_repetition([1, 2, 3, 1, 2, 3, 1, 2], width=2) == [1, 2, 3, 1, 2]
+    assert before_repetition([7] * 10, width=4) == [7] * 5
+    assert before_repetition([], width=4) == []
 
 
 @pytest.mark.parametrize("architecture", list(tiny.ARCHITECTURES))
