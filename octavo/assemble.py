@@ -201,7 +201,7 @@ def require(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> R
         log.info("a draft head or a draft model runs without CUDA graphs: they are off")
         graphs = False
     if graphs:
-        rows = held_logits(schedule.max_num_seqs, schedule.max_num_batched_tokens)
+        rows = held_logits(runner_limits(schedule))
         activations += graph_bytes(model.config, rows, model.dtype)
     kv_dtype = resolve_kv_dtype(options, model)
     return Requirements(
@@ -214,6 +214,16 @@ def require(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> R
         activations=activations,
         staging=STAGING[device.kind] if options.offloads else 0,
         graphs=graphs,
+    )
+
+
+def runner_limits(schedule: ScheduleConfig) -> RunnerLimits:
+    speculative = schedule.speculative
+    return RunnerLimits(
+        max_slots=schedule.max_num_seqs,
+        max_len=schedule.max_model_len,
+        max_tokens=schedule.max_num_batched_tokens,
+        max_drafts=0 if speculative is None else speculative.num_tokens,
     )
 
 
@@ -552,12 +562,7 @@ def build_runner(
     runner = Runner(
         model=model,
         kv=kv,
-        limits=RunnerLimits(
-            max_slots=schedule.max_num_seqs,
-            max_len=schedule.max_model_len,
-            max_tokens=schedule.max_num_batched_tokens,
-            is_bounded=cache.kv_eviction != "none",
-        ),
+        limits=runner_limits(schedule)._replace(is_bounded=cache.kv_eviction != "none"),
         use_graphs=resolved.requirements.graphs,
         tiers=tiers,
         canary=canary,

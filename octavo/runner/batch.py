@@ -27,6 +27,9 @@ class ForwardResult(NamedTuple):
     lengths: Tensor  # [R] tokens in each slot, which is the new token's position
     # [R] tokens that a CUDA graph has sampled already, by temperature alone
     tokens: Tensor | None = None
+    kept: Tensor | None = (
+        None  # [R] rows that a CUDA graph has kept (octavo/runner/verification.py)
+    )
 
 
 def lay_out(items: list[Item]) -> NDArray[np.int32]:
@@ -105,29 +108,25 @@ def gather(
     )
 
 
-def item_of_token(layout: Tensor, num_items: int) -> Tensor:
-    """Return the item of each token [T] (int64) from the array of lay_out()."""
-    num_tokens = (len(layout) - 3 * num_items - 1) // 2
-    first = 3 * num_items + 1
-    return layout[first : first + num_tokens].long()
-
-
-def draft_indices(items: list[Item]) -> NDArray[np.int32]:
-    """Return for each item the tokens that drafts follow: indices into the packed batch [S, K], -1
-    behind the last."""
-    num_drafts = np.array([item.num_drafts for item in items])
-    num_tokens = np.array([item.num_tokens for item in items])
-    starts = np.cumsum(num_tokens) - num_tokens
-    places = np.arange(num_drafts.max())
-    indices = np.where(places < num_drafts[:, None], starts[:, None] + places, -1)
-    return indices.astype(np.int32)
-
-
-def count_accepted(is_right: Tensor, draft_indices: Tensor) -> Tensor:
-    """Return how many leading drafts of each item are right [S] (int32). is_right [T] says whether
-    the token sampled after a token equals the draft there; draft_indices [S, K] are those above."""
-    right = is_right[draft_indices.clamp(min=0)] & (draft_indices >= 0)
-    return right.int().cumprod(1).sum(1).int()
+def one_token_each(
+    slots: Tensor, lengths: Tensor, ids: Tensor, state: BatchSlots, block_size: int, max_len: int
+) -> ForwardBatch:
+    """Return a batch with one token for each slot: `ids` [S] at the position before `lengths` [S].
+    No length is larger than `max_len`."""
+    positions = (lengths - 1).long()
+    blocks = state.block_table[slots.long(), positions // block_size].long()
+    starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
+    return ForwardBatch(
+        ids=ids.long().clamp_(min=0),
+        positions=positions,
+        kv_indices=blocks * block_size + positions % block_size,
+        query_start=starts,
+        seq_lens=lengths,
+        block_table=state.block_table,
+        slots=slots,
+        logit_indices=starts[:-1].long(),
+        spans=[Span(index, 1, max_len) for index in range(len(slots))],
+    )
 
 
 def last_tokens(batch: ForwardBatch, items: Tensor, spans: list[Span]) -> ForwardBatch:

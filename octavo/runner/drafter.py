@@ -19,12 +19,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
-from octavo.runner.batch import ForwardResult, gather, last_tokens, lay_out_known
+from octavo.runner.batch import (
+    ForwardResult,
+    gather,
+    last_tokens,
+    lay_out_known,
+    one_token_each,
+)
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.kvstore import KVStore
 from octavo.runner.sampler import choose
@@ -149,24 +154,3 @@ def draft_further(
         batch = one_token_each(slots, lengths, ids, state, kv.block_size, max_len)
         _, logits = model.forward_with_logits(batch, kv.view)
         choose(ForwardResult(slots, logits, lengths), state, model.ops)
-
-
-def one_token_each(
-    slots: Tensor, lengths: Tensor, ids: Tensor, state: BatchSlots, block_size: int, max_len: int
-) -> ForwardBatch:
-    """Return a batch with one token for each slot: `ids` [S] at the position before `lengths` [S].
-    No length is larger than `max_len`."""
-    positions = (lengths - 1).long()
-    blocks = state.block_table[slots.long(), positions // block_size].long()
-    starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
-    return ForwardBatch(
-        ids=ids.long().clamp_(min=0),
-        positions=positions,
-        kv_indices=blocks * block_size + positions % block_size,
-        query_start=starts,
-        seq_lens=lengths,
-        block_table=state.block_table,
-        slots=slots,
-        logit_indices=starts[:-1].long(),
-        spans=[Span(index, 1, max_len) for index in range(len(slots))],
-    )

@@ -10,6 +10,8 @@ sizes, and a step takes the next larger one:
                more item of the padding slot
     piggyback  like mixed, up to 640 tokens, and the first items are one token each: attention
                treats those as decoding. Further decoding sequences are items like any other
+    verify     like decode, but several rows may belong to one sequence, because they verify its
+               drafts (octavo/runner/verification.py)
 
 Attention lengths, tokens and block tables are read from device memory when the graph runs.
 """
@@ -32,7 +34,14 @@ from octavo.runner.batch import ForwardResult, gather, last_tokens, lay_out_padd
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.kvstore import KVStore
 from octavo.runner.sampler import choose
-from octavo.runner.shapes import GraphShape, RunnerLimits, decode_sizes, mixed_shapes
+from octavo.runner.shapes import (
+    GraphShape,
+    RunnerLimits,
+    decode_sizes,
+    mixed_shapes,
+    verify_sizes,
+)
+from octavo.runner.verification import compute_rows, keep_rows, lay_out_rows
 from octavo.types import Item, Plan
 
 
@@ -49,14 +58,8 @@ class StepGraph:
     def replay(self, num_items: int) -> ForwardResult:
         """Launch the graph. The result is valid until the next launch."""
         self.graph.replay()
-        slots, logits, lengths, tokens = self.result
-        assert tokens is not None
-        return ForwardResult(
-            slots=slots[:num_items],
-            logits=logits[:num_items],
-            lengths=lengths[:num_items],
-            tokens=tokens[:num_items],
-        )
+        parts = [None if part is None else part[:num_items] for part in self.result]
+        return ForwardResult._make(parts)
 
 
 class StepGraphs:
@@ -68,6 +71,7 @@ class StepGraphs:
         self.batch_slots = batch_slots
         self.max_len = limits.max_len
         self.decode_sizes = decode_sizes(limits.max_slots)
+        self.verify_sizes = verify_sizes(limits)
         # The padding of a graph is one item, and it must fit a slot like any other.
         self.mixed_shapes = [
             shape
@@ -83,6 +87,8 @@ class StepGraphs:
             self._graph_for(GraphShape(size, size))
         for shape in reversed(self.mixed_shapes):
             self._graph_for(shape)
+        for size in reversed(self.verify_sizes):
+            self._graph_for(GraphShape(size, size, verifies=True))
         host = torch.empty(1, dtype=torch.int32, pin_memory=True)
         self.copy_to_host(host, self.batch_slots.ints[0, :1])
 
@@ -142,6 +148,13 @@ class StepGraphs:
         forward = ForwardResult(slots, logits, seq_lens)
         return forward._replace(tokens=choose(forward, state, self.model.ops))
 
+    def replay(self, shape: GraphShape, layout: Tensor, num_rows: int) -> ForwardResult:
+        """Launch a step with the array of lay_out(). Returns the first `num_rows` items, or rows of
+        drafts. Tokens of items that are not sampled mean nothing."""
+        captured = self._graph_for(shape)
+        captured.inputs.copy_(layout)
+        return captured.replay(num_rows)
+
     # ---- mixed -----------------------------------------------------------------------------------
 
     def find_mixed_shape(self, items: list[Item]) -> GraphShape | None:
@@ -161,7 +174,10 @@ class StepGraphs:
         return None
 
     def lay_out(self, items: list[Item], shape: GraphShape) -> NDArray[np.int32]:
-        """Lay out items as in batch.py, followed by a flag per item: whether it is sampled."""
+        """Lay out items as in batch.py, followed by a flag per item: whether it is sampled. For a
+        step that verifies drafts, lay out rows as in verification.py."""
+        if shape.verifies:
+            return self._lay_out_rows(items, shape)
         is_sampled = np.zeros(shape.items, np.int32)
         is_sampled[: len(items)] = [item.sample for item in items]
         layout = lay_out_padded(
@@ -172,12 +188,6 @@ class StepGraphs:
             num_decoding=shape.decoding,
         )
         return np.concatenate([layout, is_sampled])
-
-    def replay_mixed(self, shape: GraphShape, layout: Tensor, num_items: int) -> ForwardResult:
-        """Launch a mixed step. Tokens of items that are not sampled mean nothing."""
-        captured = self._graph_for(shape)
-        captured.inputs.copy_(layout)
-        return captured.replay(num_items)
 
     def run_mixed(self, inputs: Tensor, shape: GraphShape) -> ForwardResult:
         """Compute a mixed step: logits and tokens of every item's last token. `inputs` come from
@@ -199,6 +209,32 @@ class StepGraphs:
         forward = ForwardResult(batch.slots, logits, batch.seq_lens)
         return forward._replace(tokens=choose(forward, state, self.model.ops, is_sampled))
 
+    # ---- verify ----------------------------------------------------------------------------------
+
+    def find_verify_shape(self, items: list[Item]) -> GraphShape | None:
+        """Return the smallest graph that verifies the drafts of these items, if there is one."""
+        num_rows = sum(item.num_tokens for item in items)
+        for size in self.verify_sizes:
+            if size >= num_rows:
+                return GraphShape(size, size, verifies=True)
+        return None
+
+    def _lay_out_rows(self, items: list[Item], shape: GraphShape) -> NDArray[np.int32]:
+        """Lay out rows as in verification.py, padded with the first row of the padding slot."""
+        slots, offsets = lay_out_rows(items).reshape(2, -1)
+        num_padding = shape.tokens - len(slots)
+        padded_slots = np.pad(
+            slots, (0, num_padding), constant_values=self.batch_slots.padding_slot
+        )
+        return np.concatenate([padded_slots, np.pad(offsets, (0, num_padding))])
+
+    def run_verify(self, inputs: Tensor) -> ForwardResult:
+        """Compute a step that verifies drafts. `inputs` come from lay_out()."""
+        rows = compute_rows(self.model, self.kv, self.batch_slots, inputs, self.max_len)
+        tokens = choose(rows.forward, self.batch_slots, self.model.ops)
+        kept = keep_rows(rows, self.batch_slots)
+        return rows.forward._replace(tokens=tokens, kept=kept)
+
     # ---- capture ---------------------------------------------------------------------------------
 
     def _graph_for(self, shape: GraphShape) -> StepGraph:
@@ -207,6 +243,8 @@ class StepGraphs:
         return self.graphs[shape]
 
     def _run(self, inputs: Tensor, shape: GraphShape) -> ForwardResult:
+        if shape.verifies:
+            return self.run_verify(inputs)
         if shape.decoding == shape.tokens:
             return self.run_decode(inputs)
         return self.run_mixed(inputs, shape)

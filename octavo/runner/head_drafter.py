@@ -21,9 +21,9 @@ from torch import Tensor
 
 from octavo.model.draft_head import DraftHead
 from octavo.ops import ForwardBatch
-from octavo.runner.batch import ForwardResult, last_tokens
+from octavo.runner.batch import ForwardResult, last_tokens, one_token_each
 from octavo.runner.batch_slots import BatchSlots
-from octavo.runner.drafter import Observed, one_token_each
+from octavo.runner.drafter import Observed
 from octavo.runner.kvstore import KVStore
 from octavo.runner.sampler import choose
 from octavo.types import Plan
@@ -48,7 +48,10 @@ class HeadDrafter:
         output = self.head.compute(
             self._following_tokens(batch, state), self.kv.view[:, 0], self.head.combine(hidden)
         )
-        self.outputs[batch.slots.long()] = output
+        # A sequence with drafts has several rows. Its last kept row ends where the slot ends.
+        is_last = batch.seq_lens == state.computed[batch.slots.long()]
+        targets = torch.where(is_last, batch.slots, state.padding_slot)
+        self.outputs[targets.long()] = output
 
     def draft(self, plan: Plan, passes: list[Tensor], state: BatchSlots) -> None:
         max_len = max(item.max_kv_len for item in plan.items)
@@ -65,11 +68,8 @@ class HeadDrafter:
             choose(ForwardResult(slots, logits, lengths + 1), state, self.head.ops)
 
     def _following_tokens(self, batch: ForwardBatch, state: BatchSlots) -> ForwardBatch:
-        """Return the target's batch with the token after each position. `last` is the last position
-        of each item that the step has kept: those of rejected drafts follow it."""
+        """Return the target's batch with the token after each position."""
         slots = batch.slots.long()
-        first_rows = batch.query_start[:-1].long()
-        num_kept = state.computed[slots] - batch.positions[first_rows]
         num_tokens = len(batch.positions)
         token_slots = slots.repeat_interleave(
             batch.query_start.diff().long(), output_size=num_tokens
@@ -77,8 +77,7 @@ class HeadDrafter:
         following = replace(
             batch,
             ids=state.tokens[token_slots, batch.positions + 1].long().clamp_(min=0),
-            seq_lens=state.computed[slots],
-            logit_indices=first_rows + num_kept - 1,
+            logit_indices=batch.query_start[1:].long() - 1,
             last=None,
             watched=None,
             captured=None,

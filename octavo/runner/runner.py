@@ -18,16 +18,7 @@ from torch import Tensor
 from octavo.errors import DeviceOutOfMemory
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
-from octavo.runner.batch import (
-    ForwardResult,
-    count_accepted,
-    draft_indices,
-    gather,
-    item_of_token,
-    last_tokens,
-    lay_out,
-    watch,
-)
+from octavo.runner.batch import ForwardResult, gather, last_tokens, lay_out, watch
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.canary import Canary
 from octavo.runner.drafter import Drafter, Observed
@@ -44,6 +35,7 @@ from octavo.runner.shapes import GraphShape, RunnerLimits
 from octavo.runner.staging import StepTimer
 from octavo.runner.tier_store import TierStore
 from octavo.runner.transfer import Download, Upload, copy_async
+from octavo.runner.verification import compute_rows, keep_rows, lay_out_rows
 from octavo.types import Item, Plan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -77,7 +69,7 @@ class StepHandle:
     # One token per item, one per sampled item, or, if there are drafts, one per token computed.
     # None: no item is sampled.
     tokens: Download | None = None
-    accepted: Download | None = None  # how many drafts of each item were right; None: no drafts
+    kept: Download | None = None  # which rows of a step with drafts are kept; None: no drafts
     logprobs: SampledLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     attention_mass: Download | None = None  # of the items that want it, in order
@@ -85,7 +77,7 @@ class StepHandle:
 
     def wait(self) -> StepResult:
         values = self.tokens.wait()[0].tolist() if self.tokens is not None else []
-        if self.accepted is not None:
+        if self.kept is not None:
             remaining = iter(values)
             tokens = [list(islice(remaining, item.num_tokens)) for item in self.items]
         else:
@@ -98,8 +90,8 @@ class StepHandle:
             ]
         result = StepResult(tokens)
         self._add_logprobs(result)
-        if self.accepted is not None:
-            keep_accepted(result, self.accepted.wait()[0].tolist())
+        if self.kept is not None:
+            drop_rejected(result, self.kept.wait()[0].tolist())
         if self.attention_mass is not None:
             (mass,) = self.attention_mass.wait()
             wanting = (index for index, item in enumerate(self.items) if item.wants_attention_mass)
@@ -125,12 +117,14 @@ class StepHandle:
             result.prompt_logprobs = by_item
 
 
-def keep_accepted(result: StepResult, accepted: list[int]) -> None:
-    """Drop the tokens behind the first wrong draft of each item."""
-    for index, count in enumerate(accepted):
-        del result.tokens[index][count + 1 :]
+def drop_rejected(result: StepResult, kept: list[bool]) -> None:
+    """Drop the tokens of each item that were sampled after a rejected draft."""
+    rows = iter(kept)
+    for index, tokens in enumerate(result.tokens):
+        count = sum(islice(rows, len(tokens)))
+        del tokens[count:]
         if result.logprobs is not None:
-            del result.logprobs[index][count + 1 :]
+            del result.logprobs[index][count:]
 
 
 class StagedStep(NamedTuple):
@@ -146,7 +140,6 @@ class StagedStep(NamedTuple):
     layout: slice
     sampled_indices: slice
     watched_indices: slice
-    draft_indices: slice  # batch.draft_indices(), if there are drafts
     draft_slots: list[slice]  # for each pass of the drafter: the slots that it drafts for
 
 
@@ -245,30 +238,42 @@ class Runner:
         if not plan.items:
             return StepHandle()
         if self.graphs is not None and staged.shape is not None:
-            layout = sent[staged.layout]
-            forward = self.graphs.replay_mixed(staged.shape, layout, len(plan.items))
-            if not staged.sampled:
-                return StepHandle(plan.items)
-            return self._sample(plan, staged.sampled, forward, [])
+            return self._replay(plan, staged, sent[staged.layout], self.graphs)
         if plan.num_drafts:
             return self._verify(plan, staged, sent)
         return self._run_eagerly(plan, staged, sent)
 
+    def _replay(
+        self, plan: Plan, staged: StagedStep, layout: Tensor, graphs: StepGraphs
+    ) -> StepHandle:
+        """Launch the graph of a mixed step, or of a step that verifies drafts."""
+        assert staged.shape is not None
+        if staged.shape.verifies:
+            forward = graphs.replay(staged.shape, layout, plan.num_tokens)
+            assert forward.tokens is not None
+            assert forward.kept is not None
+            tokens = Download(forward.tokens, copy=graphs.copy_to_host)
+            return StepHandle(plan.items, tokens, kept=Download(forward.kept))
+        forward = graphs.replay(staged.shape, layout, len(plan.items))
+        if not staged.sampled:
+            return StepHandle(plan.items)
+        return self._sample(plan, staged.sampled, forward, [])
+
     def _stage(self, plan: Plan, watched: list[int], upload: Upload) -> StagedStep:
         """Collect what the host must tell the device."""
         items = plan.items
-        shape = None
-        if self.graphs is not None and items and not watched and not plan.num_drafts:
-            shape = self.graphs.find_mixed_shape(items)
         sampled = [index for index, item in enumerate(items) if item.sample]
         copy_sources = upload.ints([source for source, _ in plan.copies])
         copy_targets = upload.ints([target for _, target in plan.copies])
         shifts = upload.ints([block for block, _ in plan.shifts])
         slot_changes = self.batch_slots.stage(plan, upload)
+        shape = None
+        if self.graphs is not None and items and not watched:
+            shape = self._find_shape(plan, self.graphs)
+        lay_out_step = lay_out_rows if plan.num_drafts else lay_out
+        layout = lay_out_step(items)
         if self.graphs is not None and shape is not None:
-            layout = upload.ints(self.graphs.lay_out(items, shape))
-        else:
-            layout = upload.ints(lay_out(items))
+            layout = self.graphs.lay_out(items, shape)
         drafting = slots_to_draft(plan) if plan.num_drafts else []
         return StagedStep(
             shape=shape,
@@ -278,12 +283,21 @@ class Runner:
             copy_targets=copy_targets,
             shifts=shifts,
             slot_changes=slot_changes,
-            layout=layout,
+            layout=upload.ints(layout),
             sampled_indices=upload.ints(sampled if shape is None else []),
             watched_indices=upload.ints(watched),
-            draft_indices=upload.ints(draft_indices(items) if plan.num_drafts else []),
             draft_slots=[upload.ints(slots) for slots in drafting],
         )
+
+    def _find_shape(self, plan: Plan, graphs: StepGraphs) -> GraphShape | None:
+        """Return the graph to replay, if there is one. Drafts of a sequence that is sampled with
+        more than a temperature are verified without a graph."""
+        if not plan.num_drafts:
+            return graphs.find_mixed_shape(plan.items)
+        slots = [item.slot for item in plan.items]
+        if plan.token_masks or not self.batch_slots.special_slots.isdisjoint(slots):
+            return None
+        return graphs.find_verify_shape(plan.items)
 
     def _apply(self, plan: Plan, staged: StagedStep, sent: Tensor, timer: StepTimer | None) -> None:
         """Update blocks and slots before the forward pass, in the order of the plan's fields, and
@@ -372,31 +386,17 @@ class Runner:
         return handle
 
     def _verify(self, plan: Plan, staged: StagedStep, sent: Tensor) -> StepHandle:
-        """Run a step that only decodes and has drafts: sample after every token, and advance each
-        slot over the drafts that the sampled tokens confirm."""
+        """Run a step that only decodes and has drafts: sample after every row, and advance each
+        slot over the rows that are kept."""
         items = plan.items
         state = self.batch_slots
-        spans: list[Span] = []
-        sampled: list[int] = []  # the item of each token
-        for index, item in enumerate(items):
-            spans.append(Span(len(sampled), item.num_tokens, item.max_kv_len))
-            sampled += [index] * item.num_tokens
-        layout = sent[staged.layout]
-        batch = gather(layout, len(items), state, self.kv.block_size, spans)
-        slots = batch.slots[item_of_token(layout, len(items))]
-        lengths = (batch.positions + 1).int()
-        # The token in a slot behind the known ones is the draft, until a token is sampled there.
-        drafts = state.tokens[slots.long(), lengths.long()]
-        hidden, logits = self.model.forward_with_logits(batch, self.kv.view)
-        handle = self._sample(plan, sampled, ForwardResult(slots, logits, lengths), [])
-        sampled_tokens = state.tokens[slots.long(), lengths.long()]
-        rows = sent[staged.draft_indices].view(len(items), -1).long()
-        accepted = count_accepted(sampled_tokens == drafts, rows)
-        first_lengths = lengths[batch.query_start[:-1].long()]
-        state.computed[batch.slots.long()] = first_lengths + accepted
-        handle.accepted = Download(accepted)
+        max_len = max(item.max_kv_len for item in items)
+        rows = compute_rows(self.model, self.kv, state, sent[staged.layout], max_len)
+        item_of_row = [index for index, item in enumerate(items) for _ in range(item.num_tokens)]
+        handle = self._sample(plan, item_of_row, rows.forward, [])
+        handle.kept = Download(keep_rows(rows, state))
         if self.drafter is not None:
-            self.drafter.observe(Observed(plan, batch, hidden), state)
+            self.drafter.observe(Observed(plan, rows.batch, rows.hidden), state)
         return handle
 
     def _sample(

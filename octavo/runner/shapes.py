@@ -12,6 +12,7 @@ MAX_PREFILL_ITEMS = 64  # items that the graph does not treat as decoding
 # products waste little in these: 640 tokens take less than twice the time of 320.
 PIGGYBACK_SIZES = [192, 320, 640]
 PIGGYBACK_DECODING = range(32, 257, 32)  # decoding sequences in such a graph
+MAX_VERIFY_ROWS = 256  # rows of a graph that verifies drafts: beyond, drafts rarely pay
 
 
 class RunnerLimits(NamedTuple):
@@ -19,6 +20,7 @@ class RunnerLimits(NamedTuple):
     max_len: int  # tokens of a sequence
     max_tokens: int  # tokens of a step
     is_bounded: bool = False  # sequences may drop blocks (octavo/core/bounded_kv.py)
+    max_drafts: int = 0  # drafts of one sequence that a step verifies
 
 
 class GraphShape(NamedTuple):
@@ -26,6 +28,7 @@ class GraphShape(NamedTuple):
 
     decoding: int  # items of one token each, which come first
     tokens: int  # of all items; equal to `decoding` if the step only decodes
+    verifies: bool = False  # rows of the same sequence may follow each other: drafts
 
     @property
     def items(self) -> int:
@@ -59,8 +62,16 @@ def mixed_shapes(max_slots: int, max_tokens: int) -> list[GraphShape]:
     return sorted(fitting, key=lambda shape: (shape.tokens, -shape.decoding))
 
 
-def held_logits(max_slots: int, max_tokens: int) -> int:
+def verify_sizes(limits: RunnerLimits) -> list[int]:
+    """Return the sizes of graphs that verify drafts: rows, of any sequences."""
+    if not limits.max_drafts:
+        return []
+    most_rows = limits.max_slots * (1 + limits.max_drafts)
+    return decode_sizes(min(most_rows, limits.max_tokens, MAX_VERIFY_ROWS))
+
+
+def held_logits(limits: RunnerLimits) -> int:
     """Return how many rows of logits all captured graphs keep in memory. Each has its own."""
-    decode_rows = sum(decode_sizes(max_slots))
-    mixed_rows = sum(shape.items for shape in mixed_shapes(max_slots, max_tokens))
-    return decode_rows + mixed_rows
+    decode_rows = sum(decode_sizes(limits.max_slots))
+    mixed_rows = sum(shape.items for shape in mixed_shapes(limits.max_slots, limits.max_tokens))
+    return decode_rows + mixed_rows + sum(verify_sizes(limits))

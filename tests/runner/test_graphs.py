@@ -14,6 +14,7 @@ from octavo.model import build, registry
 from octavo.model.load import dummy_weights
 from octavo.params import SamplingParams
 from octavo.runner.batch import ForwardResult
+from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.runner.tier_store import TierStore
@@ -29,7 +30,7 @@ from octavo.runner.shapes import GraphShape, RunnerLimits, decode_sizes, held_lo
 
 pytestmark = pytest.mark.parity
 BLOCK = 4
-LIMITS = RunnerLimits(max_slots=4, max_len=64, max_tokens=64)
+LIMITS = RunnerLimits(max_slots=4, max_len=64, max_tokens=64, max_drafts=3)
 LARGE_LIMITS = RunnerLimits(max_slots=100, max_len=4096, max_tokens=8192)
 
 
@@ -122,6 +123,53 @@ def test_graphs_compute_the_same_as_eager_steps(
         torch.testing.assert_close(got_state[:4], want_state[:4])
 
 
+def draft_plan(step: int, state: BatchSlots, drafts: dict[int, list[int]]) -> Plan:
+    """All three sequences decode, some with drafts behind their last token."""
+    plan = Plan(step)
+    for slot, proposal in drafts.items():
+        end = int(state.computed[slot]) + 1 + len(proposal)
+        # Blocks of their own for the positions of drafts.
+        plan.block_appends += [
+            (slot, block, 12 + 9 * slot + block) for block in range(-(-end // BLOCK))
+        ]
+        if proposal:
+            plan.drafts[len(plan.items)] = array("i", proposal)
+            plan.num_drafts += len(proposal)
+        item = Item(slot, 0, slot, None, 1 + len(proposal), True, end, num_drafts=len(proposal))
+        plan.items.append(item)
+    return plan
+
+
+def test_a_graph_verifies_drafts_as_an_eager_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        plain = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
+    undrafted, general, special = make_runner(False), make_runner(False), make_runner(False)
+    special.graphs = WithoutCapture(special.model, special.kv, special.batch_slots, LIMITS)
+    first, second = plans()[:2]
+    for block_appends in (first, second):
+        for runner in (undrafted, general, special):
+            runner.launch(block_appends).wait()
+    # What the sequences say without drafts: the first three tokens of each.
+    said: dict[int, list[int]] = {0: [], 2: [], 1: []}
+    for step in range(3, 6):
+        plan = draft_plan(step, undrafted.batch_slots, {slot: [] for slot in said})
+        for item, tokens in zip(plan.items, undrafted.launch(plan).wait().tokens, strict=True):
+            said[item.slot] += tokens
+    wrong = (said[2][1] + 1) % 100
+    drafts = {0: said[0][:2], 2: [said[2][0], wrong, 7], 1: []}
+    for runner in (general, special):
+        plan = draft_plan(3, runner.batch_slots, drafts)
+        tokens = runner.launch(plan).wait().tokens
+        assert tokens == [said[0], said[2][:2], said[1][:1]]
+    assert GraphShape(8, 8, verifies=True) in special.graphs.graphs
+    for name in ("tokens", "computed"):
+        got_state = getattr(special.batch_slots, name)[:3]
+        want_state = getattr(general.batch_slots, name)[:3]
+        torch.testing.assert_close(got_state, want_state)
+    assert int(special.batch_slots.computed[special.batch_slots.padding_slot]) == 0
+
+
 def test_stores_are_done_before_a_graph_overwrites_the_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -202,7 +250,11 @@ def test_the_logits_that_graphs_hold_are_counted() -> None:
     made = make_runner(False)
     graphs = StepGraphs(made.model, made.kv, made.batch_slots, LARGE_LIMITS)
     sizes = [GraphShape(n, n) for n in graphs.decode_sizes] + graphs.mixed_shapes
-    assert held_logits(100, 8192) == sum(s.items for s in sizes) > held_logits(8, 8192)
+    assert (
+        held_logits(LARGE_LIMITS)
+        == sum(s.items for s in sizes)
+        > held_logits(LARGE_LIMITS._replace(max_slots=8))
+    )
 
 
 @pytest.mark.gpu

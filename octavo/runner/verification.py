@@ -1,0 +1,87 @@
+"""Verification of drafts: each draft is a row of a decode batch.
+
+A sequence with k drafts has 1 + k rows, which are the same batch slot at consecutive positions. The
+rows are computed and sampled as if they were k + 1 sequences that decode. In each layer their KV is
+written before their attention reads it, so a row sees the rows before it.
+
+    row        slot  offset   reads      samples    the draft behind it
+    0          3     0        brown      fox        fox         accepted
+    1          3     1        fox        jumps      jumps       accepted
+    2          3     2        jumps      onto       over        rejected
+    3          3     3        over       a                      dropped, because row 2 differs
+    4          5     0        hello      world                  a sequence without drafts
+
+A row is kept if all rows before it in its sequence sampled their drafts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.model.base import CausalLM
+from octavo.ops import ForwardBatch
+from octavo.runner.batch import ForwardResult, one_token_each
+from octavo.runner.batch_slots import BatchSlots
+from octavo.runner.kvstore import KVStore
+from octavo.types import Item
+
+
+class DraftRows(NamedTuple):
+    """The forward pass over the rows of a step, before a token is sampled."""
+
+    batch: ForwardBatch
+    hidden: Tensor  # [R, hidden]
+    forward: ForwardResult
+    offsets: Tensor  # [R] from lay_out_rows()
+    # [R] the draft behind each row. It means nothing behind the last row of an item.
+    drafts: Tensor
+
+
+def lay_out_rows(items: list[Item]) -> NDArray[np.int32]:
+    """Return slot of each row [R] | offset of each row in its item [R]."""
+    counts = np.array([item.num_tokens for item in items])
+    slots = np.repeat(np.array([item.slot for item in items]), counts)
+    first_rows = np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = np.arange(len(slots)) - first_rows
+    return np.concatenate([slots, offsets]).astype(np.int32)
+
+
+def compute_rows(
+    model: CausalLM, kv: KVStore, state: BatchSlots, layout: Tensor, max_len: int
+) -> DraftRows:
+    """Run the forward pass over rows. `layout` comes from lay_out_rows(), and no row is at or
+    behind position `max_len`."""
+    slots, offsets = layout.view(2, -1)
+    lengths = state.computed[slots.long()] + 1 + offsets
+    known = state.tokens[slots.long(), lengths.long() - 1]
+    # The token in a slot behind the known ones is the draft, until a token is sampled there.
+    drafts = state.tokens[slots.long(), lengths.long()]
+    batch = one_token_each(slots, lengths, known, state, kv.block_size, max_len)
+    hidden, logits = model.forward_with_logits(batch, kv.view)
+    return DraftRows(batch, hidden, ForwardResult(slots, logits, lengths), offsets, drafts)
+
+
+def keep_rows(rows: DraftRows, state: BatchSlots) -> Tensor:
+    """Advance each slot over the rows that are kept, after a token was sampled behind every row.
+    Returns which are kept [R] (bool)."""
+    slots = rows.forward.slots.long()
+    lengths = rows.forward.lengths
+    kept = is_kept(state.tokens[slots, lengths.long()] != rows.drafts, rows.offsets)
+    reached = torch.where(kept, lengths, 0)
+    state.computed.scatter_reduce_(0, slots, reached, "amax")
+    state.computed[state.padding_slot :].zero_()
+    return kept
+
+
+def is_kept(differs: Tensor, offsets: Tensor) -> Tensor:
+    """Return which rows have no difference in the rows before them, [R] (bool). differs [R] says
+    whether the token sampled after a row is another one than its draft."""
+    counts = differs.int()
+    num_before = counts.cumsum(0) - counts
+    first_rows = torch.arange(len(offsets), device=offsets.device) - offsets
+    return num_before == num_before[first_rows]
