@@ -14,6 +14,7 @@ They must not change what they are given.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -135,11 +136,29 @@ class BlockCopied(NamedTuple):
     step: int = 0
 
 
-class BlockEvicted(NamedTuple):
-    """A cached content lost its device block because a sequence needed memory."""
+class BlockPublished(NamedTuple):
+    """A full block can be found by its content: it was computed, or loaded from a lower tier."""
 
     block: int
     content_hash: bytes
+    parent_hash: bytes  # of the block before it; empty for the first block of a prompt
+    tokens: array[int]
+    number: int = 0
+    step: int = 0
+
+
+class BlockEvicted(NamedTuple):
+    """A content lost its device block: a sequence needed memory, or the content is not valid."""
+
+    block: int
+    content_hash: bytes
+    number: int = 0
+    step: int = 0
+
+
+class CacheCleared(NamedTuple):
+    """All contents of the device were forgotten at once."""
+
     number: int = 0
     step: int = 0
 
@@ -175,7 +194,9 @@ Event = (
     | Failed
     | BlocksShared
     | BlockCopied
+    | BlockPublished
     | BlockEvicted
+    | CacheCleared
     | TierStored
     | TierLoaded
 )

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from octavo.core.cache_quota import CacheQuota
-from octavo.events import BlockEvicted, EventLog
+from octavo.events import BlockEvicted, BlockPublished, CacheCleared, EventLog
 
 
 def chain_hash(parent: bytes, tokens: array[int]) -> bytes:
@@ -68,11 +68,8 @@ class BlockPool:
         block, _ = self.free_blocks.popitem(last=False)
         if self.tenants[block] and self.hashes[block] is not None:
             block = self._apply_quota(block)
-        content_hash = self.hashes[block]
-        if content_hash is not None:
+        if self.hashes[block] is not None:
             self.evictions += 1
-            if BlockEvicted in self.events.listeners:
-                self.events.emit(BlockEvicted(block, content_hash))
         self.evict(block)
         self.ref_counts[block] = 1
         return block
@@ -91,6 +88,8 @@ class BlockPool:
             self.hashes[block] = None
             self.block_tokens[block] = None
             del self.hash_index[content_hash]
+            if BlockEvicted in self.events.listeners:
+                self.events.emit(BlockEvicted(block, content_hash))
 
     def _apply_quota(self, oldest: int) -> int:
         """Return the cached block to evict: the oldest, unless its tenant is within its quota."""
@@ -130,6 +129,10 @@ class BlockPool:
             self.block_tokens[block] = content.tokens
             self.parent_hashes[block] = content.parent
             self.tenants[block] = tenant
+            if BlockPublished in self.events.listeners:
+                self.events.emit(
+                    BlockPublished(block, content.hash, content.parent, content.tokens)
+                )
 
     def find(self, content_hash: bytes, tokens: array[int]) -> int:
         """Return the block with this content, or 0. A hash collision is a miss, because the tokens
@@ -163,6 +166,8 @@ class BlockPool:
             self.block_tokens[block] = None
         self.hash_index.clear()
         self.quota.clear()
+        if CacheCleared in self.events.listeners:
+            self.events.emit(CacheCleared())
 
     def check(self, block_tables: Iterable[list[int]]) -> None:
         """Raise AssertionError unless references, free list and index agree with the tables."""

@@ -14,7 +14,9 @@ from octavo.events import (
     Admitted,
     BlockCopied,
     BlockEvicted,
+    BlockPublished,
     BlocksShared,
+    CacheCleared,
     Event,
     EventLog,
     Failed,
@@ -92,7 +94,7 @@ def by_step(received: list[Event]) -> dict[int, list[str]]:
 
 def test_a_scripted_workload_emits_its_events_in_order() -> None:
     engine = tiered_engine(FakeDisk(slowest=1, lists=0.0))
-    received = listen(engine)
+    received = listen(engine, *(kind for kind in KINDS if kind is not BlockPublished))
     scripted(engine)
     assert [event.number for event in received] == list(range(1, len(received) + 1))
     assert all(before.step <= after.step for before, after in pairwise(received))
@@ -136,6 +138,33 @@ def test_a_scripted_workload_emits_its_events_in_order() -> None:
             "Finished d0 (length)",
         ],
     }
+
+
+@pytest.mark.parametrize("keep", [None, (1, 4)], ids=["whole KV", "bounded KV"])
+def test_published_minus_evicted_blocks_are_the_cache(keep: tuple[int, int] | None) -> None:
+    engine = make_engine(8, 4, rows=3, budget=16, depth=1, keep=keep)
+    known: dict[bytes, tuple[bytes, list[int]]] = {}
+
+    def mirror(event: Event) -> None:
+        if isinstance(event, BlockPublished):
+            known[event.content_hash] = event.parent_hash, list(event.tokens)
+        elif isinstance(event, BlockEvicted):
+            del known[event.content_hash]
+        else:
+            known.clear()
+
+    engine.events.subscribe(mirror, BlockPublished, BlockEvicted, CacheCleared)
+    pool = engine.scheduler.pool
+    for name, first in (("a", 1), ("b", 20), ("c", 40)):
+        add(engine, name, first, 10, max_tokens=9)
+        run(engine)
+        cached = {
+            full: (pool.parent_hashes[block], list(pool.block_tokens[block] or []))
+            for full, block in pool.hash_index.items()
+        }
+        assert known == cached != {}
+    engine.scheduler.clear_cache()
+    assert known == {}
 
 
 def test_events_and_counters_agree() -> None:
