@@ -33,9 +33,11 @@ class Option:
     flag: str = ""  # If it is empty, the flag is the name of the field with dashes.
     alias: str = ""  # Another name of the flag.
     # How the command line reads the value: by its type, as a size such as 32K, as the name of a
-    # file with a chat template, or as METHOD[,NAME=VALUE...]. Only "size or zero" may be 0, and
-    # "size or auto" may also be "auto", which means None.
-    reads: Literal["", "size", "size or zero", "size or auto", "chat template", "speculative"] = ""
+    # file with a chat template, as JSON, or as METHOD[,NAME=VALUE...]. Only "size or zero" may be
+    # 0, and "size or auto" may also be "auto", which means None.
+    reads: Literal[
+        "", "size", "size or zero", "size or auto", "chat template", "json", "speculative"
+    ] = ""
     show_default: bool = False
     check: Check | None = None  # The value None also passes if it is the default.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import re
 import sys
@@ -85,12 +86,20 @@ def read_template(path: str) -> str:
         raise typer.BadParameter(f"{path} is not a chat template: {error}") from None
 
 
+def read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r:.100} is not JSON: {error}") from None
+
+
 # How the command line reads the values of Option.reads.
 READERS: dict[str, Callable[[str], Any]] = {
     "size": size,
     "size or zero": size_or_none,
     "size or auto": size_or_auto,
     "chat template": read_template,
+    "json": read_json,
     "speculative": speculative,
 }
 

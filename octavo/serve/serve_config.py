@@ -17,6 +17,7 @@ from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 from octavo.option_declaration import Option, check_options, one_of, path, real, texts, whole
+from octavo.serve.kv_events_config import KVEventsConfig, kv_events_config
 from octavo.serve.limits import Limits
 
 MAX_SECONDS = 10**9  # The largest value of every timeout and interval.
@@ -273,6 +274,17 @@ class ServeConfig:
             check=one_of("octavo", "vllm"),
         ),
     ] = "octavo"
+    kv_events_config: Annotated[
+        KVEventsConfig | None,
+        Option(
+            "Publish what the prefix cache holds over ZeroMQ: a JSON object as for vLLM; "
+            "docs/routing.md describes it.",
+            "Load",
+            metavar="JSON",
+            reads="json",
+            check=kv_events_config,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check_options(self)

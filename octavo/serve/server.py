@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import importlib.util
 import logging
 import os
 import signal
@@ -149,9 +150,23 @@ def listen_health(address: tuple[str, int], port: int, watchdog: LoopWatchdog) -
         ) from None
 
 
+def check_kv_events(config: ServeConfig) -> None:
+    """Raise ServeError if KV events cannot be published."""
+    if config.kv_events_config is None or not config.kv_events_config.enabled:
+        return
+    if importlib.util.find_spec("zmq") is None:
+        raise ServeError("--kv-events-config needs pyzmq: pip install 'octavo[kv-events]'")
+    if not config.engine.enable_prefix_caching:
+        raise ServeError(
+            "--kv-events-config publishes the contents of the prefix cache: leave out "
+            "--no-prefix-caching"
+        )
+
+
 class Server:
     def __init__(self, config: ServeConfig, say: Callable[[Front, int], None] | None = None):
         """Create the server. `say` is called with the port after the model is loaded."""
+        check_kv_events(config)
         self.socket = listen(config)
         self.port = self.socket.getsockname()[1]
         self.config = config

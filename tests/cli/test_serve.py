@@ -18,6 +18,7 @@ from octavo.cli import app
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 from octavo.option_declaration import flag_of, option_declarations
+from octavo.serve.kv_events_config import KVEventsConfig
 from octavo.serve.limits import Limits
 from octavo.serve.serve_config import ServeConfig
 
@@ -54,6 +55,7 @@ OTHER_VALUES: dict[type, dict[str, tuple[str | None, object]]] = {
         "stall_kill": ("50", 50.0),
         "check_interval": ("0", 0.0),
         "metrics_prefix": ("vllm", "vllm"),
+        "kv_events_config": ('{"hwm": 5}', KVEventsConfig(hwm=5)),
     },
     Limits: {
         "connections": ("2K", 2048),

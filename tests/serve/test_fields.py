@@ -154,6 +154,7 @@ ASKS: dict[str, Any] = {
     "dynatemp_range": 0.5, "dry_multiplier": 0.8, "xtc_probability": 0.5, "samplers": ["top_k"], "do_sample": False,
     "options": {"num_predict": 5}, "thinking_token_budget": 5, "n_predict": 5, "num_predict": 5, "max_length": 5,
     "min_length": 5, "stop_sequences": ["x"], "structural_tag": "x", "include_reasoning": False, "return_token_offsets": True,
+    "no_stop_trim": True, "return_hidden_states": True,
     "return_assistant_tokens_mask": True, "audio": {"voice": "x", "format": "wav"}, "modalities": ["audio"],
     "functions": [{"name": "f"}], "function_call": "auto", "web_search_options": {}, "moderation": {"model": "x"}, "n_probs": 5,
     "top_n_tokens": 5, "return_full_text": True, "kv_transfer_params": {"a": 1}, "ec_transfer_params": {"a": 1},

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
+import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from octavo.serve.front.metrics import PER_TOKEN, Tally
+from octavo.serve.channel.messages import Heartbeat
+from octavo.serve.front.metrics import OLD_NAMES, PER_TOKEN, Metrics, Tally
 
 
 def lines(registry: CollectorRegistry) -> list[str]:
@@ -27,3 +30,27 @@ def test_a_tally_shows_what_the_librarys_histogram_shows() -> None:
         tally.observe(value)
         histogram.observe(value)
     assert lines(ours) == lines(theirs)
+
+
+@pytest.mark.parametrize("prefix", ["vllm", "octavo"])
+def test_metrics_that_vllm_has_renamed_have_both_names_under_its_prefix(prefix: str) -> None:
+    heartbeat = Heartbeat(blocks_used=1, blocks_free=3, queried_tokens=7, cached_tokens=5)
+    metrics = Metrics(prefix, "m")
+    metrics.itl.observe(0.5)
+    metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
+        supervisor=SimpleNamespace(heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None),
+        queue=SimpleNamespace(waiting=[], tokens=0),
+        open_requests={},
+        ready=True,
+    )
+    samples = {}
+    for line in metrics.render().decode().splitlines():
+        name, _, rest = line.partition("{")
+        samples[name] = float(rest.rpartition(" ")[2]) if rest else None
+    assert samples[f"{prefix}:kv_cache_usage_perc"] == 0.25
+    assert samples[f"{prefix}:prefix_cache_hits_total"] == 5
+    assert samples[f"{prefix}:inter_token_latency_seconds_sum"] == 0.5
+    for old, name in OLD_NAMES.items():
+        for ending in ("", "_total", "_sum", "_count"):
+            value = samples.get(f"{prefix}:{name}{ending}") if prefix == "vllm" else None
+            assert samples.get(f"{prefix}:{old}{ending}") == value

@@ -43,6 +43,16 @@ GETS = {
     "/startupz": "Return status 200 after the model is loaded, and the progress before.",
     "/health": "Return the same as /readyz.",
     "/metrics": "Return the metrics in the text format of Prometheus.",
+    "/server_info": "Describe the engine and its limits.",
+    "/get_server_info": "Return the same as /server_info.",
+    "/model_info": "Describe the model.",
+    "/get_model_info": "Return the same as /model_info.",
+    "/get_load": "Return the number of requests and tokens in the engine.",
+    "/health_generate": "Return status 200 after the engine has generated one token.",
+}
+POSTS_WITHOUT_BODY = {
+    "/flush_cache": "Empty the prefix cache, for administrators only if there are API keys.",
+    "/reset_prefix_cache": "Do the same as /flush_cache.",
 }
 ERROR = {
     "type": "object",
@@ -396,6 +406,10 @@ def description(
     }
     paths |= {
         path: {"get": {"summary": text, "responses": responses}} for path, text in GETS.items()
+    }
+    paths |= {
+        path: {"post": {"summary": text, "responses": responses}}
+        for path, text in POSTS_WITHOUT_BODY.items()
     }
     for path in ("/v1/chat/completions", "/v1/completions"):
         streamed = {**good, "content": {"application/json": {}, "text/event-stream": {}}}

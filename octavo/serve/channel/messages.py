@@ -11,6 +11,7 @@ import msgspec
 
 from octavo.engine_options import EngineOptions
 from octavo.params import SamplingParams
+from octavo.serve.kv_events_config import KVEventsConfig
 from octavo.types import Output
 
 # ---- to the engine -------------------------------------------------------------------------------
@@ -23,6 +24,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     options: EngineOptions
     # Seconds between two checks of the scheduler's invariants. 0 turns the checks off.
     check_interval: float = 0.0
+    kv_events: KVEventsConfig | None = None
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
@@ -50,6 +52,10 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     index: int
 
 
+class ClearCache(msgspec.Struct, tag=True, array_like=True):
+    """Empty the prefix cache, except for what is on disk."""
+
+
 class ViewRequest(msgspec.Struct, tag=True, array_like=True):
     """Ask the engine for a Heartbeat and a View before its next step, because a page is open."""
 
@@ -58,7 +64,7 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
-ToEngine = Start | Add | Abort | Stop | ViewRequest | Shutdown
+ToEngine = Start | Add | Abort | Stop | ClearCache | ViewRequest | Shutdown
 
 # ---- to the front --------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.serve.endpoints import completions, routes
+from octavo.serve.endpoints import completions, router_routes, routes
 from octavo.serve.endpoints.guard import Guard
 from octavo.serve.endpoints.live_feed import WatchEndpoint
 from octavo.serve.endpoints.live_page import PAGE, send_page
@@ -28,6 +28,12 @@ GET: dict[str, Handler] = {
     "/metrics": routes.metrics,
     "/openapi.json": routes.description,
     "/v1/dumps": routes.dumps,
+    "/server_info": router_routes.server_info,
+    "/get_server_info": router_routes.server_info,
+    "/model_info": router_routes.model_info,
+    "/get_model_info": router_routes.model_info,
+    "/get_load": router_routes.load,
+    "/health_generate": router_routes.health_generate,
 }
 POST: dict[str, Handler] = {
     "/v1/chat/completions": completions.chat_completions,
@@ -38,6 +44,8 @@ POST: dict[str, Handler] = {
     "/tokenize": routes.tokenize,
     "/detokenize": routes.detokenize,
     "/v1/requests/{id}/cancel": routes.cancel,
+    "/flush_cache": router_routes.flush_cache,
+    "/reset_prefix_cache": router_routes.flush_cache,
 }
 
 

@@ -39,6 +39,7 @@ from octavo.serve.channel.messages import (
     Abort,
     Accepted,
     Add,
+    ClearCache,
     EngineFailed,
     Heartbeat,
     Loaded,
@@ -60,6 +61,7 @@ from octavo.types import Guide, Output, Request, Sequence
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
+    from octavo.serve.engine.kv_publisher import KVPublisher
     from octavo.text.guide import Compilation, Guides
 
 log = logging.getLogger(__name__)
@@ -86,14 +88,16 @@ class EngineLoop:
         guides: Guides | None = None,
         check_interval: float = 0.0,
         seconds_per_token: float = 0.0,
+        kv_publisher: KVPublisher | None = None,
     ):
         """Create the loop.
 
         `check_interval` is the number of seconds between two checks of the scheduler's invariants,
         and 0 turns the checks off. `seconds_per_token` is the time of a prompt token on the slowest
-        supported machine.
+        supported machine. `kv_publisher` is None if KV events are not published.
         """
         self.engine = engine
+        self.kv_publisher = kv_publisher
         self.link = link
         self.guides = guides
         self.check_interval = check_interval
@@ -129,6 +133,8 @@ class EngineLoop:
             if failed and not self.alive():
                 raise DeviceLost("the device is no longer usable in this process")
             self.send(outputs)
+            if self.kv_publisher is not None:
+                self.kv_publisher.flush()
             now = time.monotonic()
             is_idle = engine.idle and not self.held
             if self.check_interval and now - self.checked > self.check_interval:
@@ -160,6 +166,8 @@ class EngineLoop:
             self._send_view()
         elif isinstance(message, Stop):
             engine.stop(message.id, message.index)
+        elif isinstance(message, ClearCache):
+            engine.scheduler.clear_cache()
 
     def _abort(self, request_ids: list[str]) -> None:
         num_unsent = 0
@@ -472,6 +480,14 @@ def smoke_test(engine: Engine) -> None:
                     raise OctavoError(f"the model was loaded, but cannot run: {output.error}")
 
 
+def open_kv_publisher(start: Start, engine: Engine) -> KVPublisher | None:
+    if start.kv_events is None or not start.kv_events.enabled:
+        return None
+    from octavo.serve.engine.kv_publisher import KVPublisher
+
+    return KVPublisher(start.kv_events, engine.events)
+
+
 def slowest_token(llm: LLM) -> float:
     """Return the seconds that a prompt token takes on the slowest supported machine."""
     import torch
@@ -520,6 +536,7 @@ def main(end: str, stacks: int) -> int:
         link.send(Phase("warming"))
         smoke_test(llm.engine)
         llm.warm_up()
+        kv_publisher = open_kv_publisher(start, llm.engine)
     except OctavoError as error:
         link.send(EngineFailed(str(error)))
         link.close()
@@ -530,6 +547,7 @@ def main(end: str, stacks: int) -> int:
         guides=llm.guides,
         check_interval=start.check_interval,
         seconds_per_token=slowest_token(llm),
+        kv_publisher=kv_publisher,
     )
     loop.alive = lambda: device_alive(llm)
     heartbeats.loop = loop
@@ -543,6 +561,8 @@ def main(end: str, stacks: int) -> int:
     except DeviceLost as error:
         log.critical("%s: the engine process exits, and a new one is started", error)
         os._exit(3)  # A normal exit would use the device, and would hang.
+    if kv_publisher is not None:
+        kv_publisher.close()
     llm.close()
     return 0
 

@@ -1,6 +1,7 @@
 """The metrics that Prometheus reads at /metrics.
 
 The names and labels are those of vLLM, with the prefix `octavo` or, by --metrics-prefix, `vllm`.
+With `vllm`, metrics that vLLM has renamed also have their old names, which some routers read.
 Three more are those of the classic inference server. Times are measured with the monotonic clock
 from the arrival of a request, before it is tokenised.
 
@@ -97,6 +98,13 @@ TIERS = {
     "refused": "Lookups that refused to load KV because loading seemed slower than computing.",
 }
 
+# The names that these metrics had in vLLM up to version 0.11 -> the names that they have now.
+OLD_NAMES = {
+    "gpu_cache_usage_perc": "kv_cache_usage_perc",
+    "gpu_prefix_cache_queries": "prefix_cache_queries",
+    "gpu_prefix_cache_hits": "prefix_cache_hits",
+    "time_per_output_token_seconds": "inter_token_latency_seconds",
+}
 
 Values = dict[str, tuple[float, str]]  # name -> (value, help text)
 
@@ -108,26 +116,27 @@ class Tally(Source):
     """
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], labels: dict[str, str]):
-        self.name = name
         self.text = text
         self.labels = labels
         self.bounds = buckets
         self.counts = [0] * (len(buckets) + 1)
         self.sum = 0.0
+        self.names = [name]  # All names under which it is shown.
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def collect(self) -> Iterable[Metric]:
-        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
-        family = HistogramMetricFamily(self.name, self.text, labels=list(self.labels))
-        family.add_metric(
-            list(self.labels.values()),
-            list(zip(names, accumulate(self.counts), strict=True)),
-            self.sum,
-        )
-        yield family
+        bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        for name in self.names:
+            family = HistogramMetricFamily(name, self.text, labels=list(self.labels))
+            family.add_metric(
+                list(self.labels.values()),
+                list(zip(bounds, accumulate(self.counts), strict=True)),
+                self.sum,
+            )
+            yield family
 
 
 class Sum(Source):
@@ -171,6 +180,8 @@ class EngineSource(Source):
             counters |= {
                 f"kv_tier_{name}": (heartbeat.tiers[name], text) for name, text in TIERS.items()
             }
+        gauges |= self._old_names(gauges)
+        counters |= self._old_names(counters)
         for name, (value, text) in gauges.items():
             gauge = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
             gauge.add_metric([self.model], value)
@@ -318,6 +329,12 @@ class EngineSource(Source):
             ),
         }
 
+    def _old_names(self, values: Values) -> Values:
+        """Return the metrics that vLLM has renamed, under their old names."""
+        if self.prefix != "vllm":
+            return {}
+        return {old: values[name] for old, name in OLD_NAMES.items() if name in values}
+
     def _labelled(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", label])
         for key, value in values.items():
@@ -348,6 +365,8 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Tally:
         labels = {"model_name": self.model}
         histogram = Tally(f"{self.prefix}:{name}", text, buckets, labels)
+        if self.prefix == "vllm":
+            histogram.names += [f"vllm:{old}" for old, new in OLD_NAMES.items() if new == name]
         self.registry.register(histogram)
         return histogram
 

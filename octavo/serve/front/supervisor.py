@@ -177,7 +177,14 @@ class Supervisor:
                     stdin=asyncio.subprocess.DEVNULL,
                 )
                 link.given()
-                link.send(Start(self.config.model, self.config.engine, self.config.check_interval))
+                link.send(
+                    Start(
+                        model=self.config.model,
+                        options=self.config.engine,
+                        check_interval=self.config.check_interval,
+                        kv_events=self.config.kv_events_config,
+                    )
+                )
                 watch = asyncio.create_task(self._watch(stacks))
                 try:
                     return await self.process.wait()

@@ -1,0 +1,97 @@
+"""The routes that routers call: what the server is, how loaded it is, and an empty prefix cache.
+
+SGLang's router reads `/server_info`, `/model_info` and `/get_load`, and older versions of it add
+`get_` to the first two. vLLM's router passes all of them on to a worker. docs/routing.md describes
+the contracts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo import __version__
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.api.protocol import GenerateRequest
+from octavo.serve.channel.messages import ClearCache
+from octavo.serve.endpoints.routes import prepare_generate, texts
+from octavo.serve.http.exchange import Exchange
+
+
+async def server_info(exchange: Exchange) -> None:
+    """Reply with the configuration of the engine, under the names of SGLang."""
+    config = exchange.front.config
+    loaded = exchange.front.client.model
+    found: dict[str, Any] = {
+        "model_path": config.name,
+        "served_model_name": config.name,
+        "version": __version__,
+        "tp_size": 1,
+        "dp_size": 1,
+        "disaggregation_mode": "null",
+        "dtype": loaded.dtype,
+        "kv_cache_dtype": loaded.kv_dtype,
+        "device": loaded.device,
+        "max_model_len": loaded.max_model_len,
+        "context_length": loaded.max_model_len,
+        "max_total_tokens": loaded.num_blocks * loaded.block_size,
+        "max_prefill_tokens": loaded.max_batched_tokens,
+        "max_running_requests": loaded.max_num_seqs,
+        "page_size": loaded.block_size,
+        "enable_prefix_caching": loaded.prefix_caching,
+    }
+    await exchange.reply(found)
+
+
+async def model_info(exchange: Exchange) -> None:
+    config = exchange.front.config
+    loaded = exchange.front.client.model
+    await exchange.reply(
+        {
+            "model_path": config.name,
+            "served_model_name": config.name,
+            "is_generation": True,
+            "architectures": [loaded.architecture],
+            "max_model_len": loaded.max_model_len,
+        }
+    )
+
+
+async def load(exchange: Exchange) -> None:
+    """Reply with the requests and the tokens of the engine, one entry as for one SGLang rank."""
+    client = exchange.front.client
+    heartbeat = client.supervisor.heartbeat
+    num_waiting = len(client.queue.waiting)
+    num_tokens = heartbeat.blocks_used * client.model.block_size + client.queue.tokens
+    entry = {
+        "dp_rank": 0,
+        "num_reqs": heartbeat.running + num_waiting,
+        "num_waiting_reqs": num_waiting,
+        "num_tokens": num_tokens,
+    }
+    await exchange.reply([entry])
+
+
+async def health_generate(exchange: Exchange) -> None:
+    """Reply with status 200 after the engine has generated one token."""
+    front = exchange.front
+    front.check_admission(exchange.caller)
+    body = GenerateRequest(prompt="1", max_new_tokens=1)
+    prepared = await prepare_generate(front, exchange.caller, body, ["1"], headers={})
+    await texts(exchange, prepared)
+    await exchange.reply(front.client.state())
+
+
+async def flush_cache(exchange: Exchange) -> None:
+    """Empty the prefix cache. If there are API keys, only administrators may do this."""
+    front = exchange.front
+    key = exchange.caller.key
+    if key is not None and not key.admin:
+        raise ApiError(
+            403,
+            "only an administrator's key may empty the prefix cache: set admin = true for a key in "
+            "the file of --api-keys",
+            "admin_only",
+        )
+    _ = front.client.model  # This raises an error while no engine is ready.
+    front.client.supervisor.send(ClearCache())
+    await exchange.reply({"flushed": True})
