@@ -25,6 +25,7 @@ from octavo.cli import (
     doctor,
     plan,
     quantize,
+    route_command,
     serve_command,
     simulate_command,
     timeline_command,
@@ -46,6 +47,7 @@ app = typer.Typer(
 app.command(rich_help_panel="Generate")(chat_command.chat)
 app.command(rich_help_panel="Generate")(complete.complete)
 app.command(rich_help_panel="Generate")(serve_command.serve)
+app.command(rich_help_panel="Generate")(route_command.route)
 app.command(rich_help_panel="Look")(plan.plan)
 app.command(rich_help_panel="Look")(doctor.doctor)
 app.command(rich_help_panel="Convert")(quantize.quantize)
