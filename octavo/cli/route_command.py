@@ -21,6 +21,7 @@ from octavo.option_declaration import Option, check_options, one_of, texts, whol
 
 # The routers by preference. vLLM's passes on request fields and routes that it does not know.
 PROGRAMS = {"vllm": "vllm-router", "sglang": "sglang-router"}
+SUBCOMMANDS: dict[str, list[str]] = {"vllm": [], "sglang": ["launch"]}
 LOG_LEVELS = {"vllm": "warning", "sglang": "warn"}
 # A dead worker gets no more requests after three failures or two failed health checks, so after 10
 # seconds at most. By default it would be minutes.
@@ -138,7 +139,7 @@ def find_router(wanted: str) -> tuple[str, str]:
 
 
 def router_arguments(router: str, options: RouteOptions, workers: tuple[str, ...]) -> list[str]:
-    """Return the command line of a router, which is the same for both but for the log level."""
+    """Return the arguments of a router. Both routers have the same options."""
     settings: dict[str, object] = {
         "--host": options.host,
         "--port": options.port,
@@ -148,4 +149,4 @@ def router_arguments(router: str, options: RouteOptions, workers: tuple[str, ...
         **SETTINGS,
     }
     pairs = [str(part) for pair in settings.items() for part in pair]
-    return ["--worker-urls", *workers, *pairs]
+    return [*SUBCOMMANDS[router], "--worker-urls", *workers, *pairs]

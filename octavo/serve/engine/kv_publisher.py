@@ -26,7 +26,7 @@ MEDIUM = "GPU"  # vLLM's name for the memory of the device, also if that is a CP
 RANK = 0  # There is one engine, so there is one data-parallel rank.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 POLL_MILLISECONDS = 200  # The thread checks this often whether the publisher is closed.
-CLEARED = {"type": "AllBlocksCleared"}
+CLEARED: dict[str, Any] = {"type": "AllBlocksCleared"}
 
 
 class KVPublisher:
