@@ -20,6 +20,9 @@ ERASE_LINE = "\r\x1b[K"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tab and newline
 
 
+MAX_TABLE_WIDTH = 1000  # columns of the terminal
+
+
 def plain(text: str) -> str:
     """Remove control characters: a model must not move the cursor or set the window title."""
     return _CONTROL.sub("", text)
@@ -90,7 +93,8 @@ def table(
     for row in rows:
         made.add_row(*row)
     console = Console(highlight=False)
-    console.width = max(console.width, console.measure(made).maximum)
+    unlimited = console.options.update(width=MAX_TABLE_WIDTH)
+    console.width = max(console.width, console.measure(made, options=unlimited).maximum)
     console.print(made)
 
 

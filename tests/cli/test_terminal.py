@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.cli.reasoning_filter import ReasoningFilter
-from octavo.cli.terminal import Writer, in_bytes, plain, short, tokens
+from octavo.cli.terminal import Writer, in_bytes, plain, short, table, tokens
 
 
 class Screen(io.StringIO):
@@ -132,3 +132,14 @@ def test_thoughts_are_told_from_the_answer_however_the_text_is_split(text: str) 
 def test_a_prompt_may_open_the_thought() -> None:
     thinking = ReasoningFilter(in_reasoning=True)
     assert thinking.push("a</think>b") == [(True, "a"), (False, "b")]
+
+
+def test_a_wide_table_is_not_cut_short(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = [f"a long heading {number}" for number in range(9)]
+    table(None, columns, [[f"value {number}" for number in range(9)]])
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert all(column in printed for column in columns)
