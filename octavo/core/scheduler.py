@@ -351,7 +351,7 @@ class Scheduler:
             index += 1
             position = seq.planned
             # The steps in flight may already reach the limit.
-            if position + 1 >= seq.position_limit or seq.id in skip:
+            if position + 1 >= seq.position_limit or (skip and seq.id in skip):
                 continue
             if position >= len(seq.tokens) and (
                 seq.guide is not None or seq.beam is not None or waits_to_draft
@@ -369,19 +369,18 @@ class Scheduler:
                 plan.token_masks[len(items)] = [seq.guide.mask]
             if drafts is not None:
                 num_drafts = self._plan_drafts(seq, drafts, plan)
-            end = position + 1 + num_drafts
+            count = 1 + num_drafts
+            end = position + count
             seq.planned = end
             seq.steps_in_flight += 1
             wants_mass = samples_heavy and samples_attention(seq, position, self.cache)
             # By position, because keywords would double the cost of the loop's only allocation:
-            # seq_id, epoch, slot, start, num_tokens, sample, max_kv_len, prompt_logprobs, mass,
-            # num_drafts
-            items.append(
-                Item(
-                    *(seq.id, seq.epoch, seq.slot, None, 1 + num_drafts, True, end, None),
-                    *(wants_mass, num_drafts),
-                )
+            # seq_id, epoch, slot, start, num_tokens, sample, max_kv_len, prompt_logprobs,
+            # wants_attention_mass, num_drafts
+            item = Item(
+                seq.id, seq.epoch, seq.slot, None, count, True, end, None, wants_mass, num_drafts
             )
+            items.append(item)
         fill.tokens_left -= len(items)
 
     def _begin_drafts(self, fill: StepFill) -> StepDrafts | None:
@@ -626,15 +625,18 @@ class Scheduler:
         block_size = self.pool.block_size
         caching = self.prefix.enabled
         all_logprobs = result.logprobs
+        commit_tokens = self._commit_tokens
         computed_tokens = 0
+        generated_tokens = 0
         for index, (item, tokens) in enumerate(zip(plan.items, result.tokens, strict=True)):
             seq = live.get(item.seq_id)
             if seq is None or item.epoch != seq.epoch:
                 continue
             num_tokens = item.num_tokens
+            num_drafts = item.num_drafts
             seq.steps_in_flight -= 1
             seq.retried_after_oom = False
-            seq.computed += num_tokens - item.num_drafts
+            seq.computed += num_tokens - num_drafts
             computed_tokens += num_tokens
             if item.prompt_logprobs is not None and result.prompt_logprobs is not None:
                 store_prompt_logprobs(seq, item, result.prompt_logprobs[index])
@@ -645,12 +647,13 @@ class Scheduler:
                 continue
             if caching and seq.computed >= (seq.published_blocks + 1) * block_size:
                 self.prefix.publish(seq)
-            if item.num_drafts:
-                self._commit_drafts(seq, item.num_drafts, len(tokens) - 1)
+            if num_drafts:
+                self._commit_drafts(seq, num_drafts, len(tokens) - 1)
             if tokens:
                 logprobs = None if all_logprobs is None else all_logprobs[index]
-                self._commit_tokens(seq, tokens, logprobs, outputs)
+                generated_tokens += commit_tokens(seq, tokens, logprobs, outputs)
         self.counters.computed_tokens += computed_tokens
+        self.counters.generated_tokens += generated_tokens
         return outputs
 
     def _commit_drafts(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
@@ -674,22 +677,23 @@ class Scheduler:
         tokens: list[int],
         logprobs: list[TokenLogprobs] | None,
         outputs: list[Output],
-    ) -> None:
-        """Append sampled tokens to a sequence and to `outputs`, and end it if one of them does."""
+    ) -> int:
+        """Append sampled tokens to a sequence and to `outputs`, and end it if one of them does.
+        Returns how many were generated."""
         if seq.beam is not None:
             assert logprobs is not None
-            self.counters.generated_tokens += 1
             outputs += self.groups.report_beam(seq, logprobs[0], self.eos_ids, self._finish)
-            return
+            return 1
+        known = seq.tokens
         reason: str | None = None
         repeating = False
         num_kept = 0
         for token in tokens:
             num_kept += 1
-            seq.tokens.append(token)
+            known.append(token)
             if token in seq.stop_ids and may_stop(seq):
                 reason = "stop"
-            elif len(seq.tokens) >= seq.position_limit:
+            elif len(known) >= seq.position_limit:
                 reason = "length"
             elif seq.repetition is not None and is_repeating(seq):
                 repeating = True
@@ -699,16 +703,15 @@ class Scheduler:
                     advance_guide(seq.guide, token, ended=reason is not None)
                 except GuideError as error:
                     outputs += self.abort(seq.request.id, "error", str(error), error.code)
-                    return
+                    return 0
             if reason is not None:
                 break
-        if num_kept < len(tokens):  # the sequence ends with a draft that was right
+        if reason is not None and num_kept < len(tokens):  # an accepted draft ends the sequence
             num_unused = len(tokens) - 1 - num_kept
             seq.accepted_drafts -= num_unused
             seq.rejected_drafts += num_unused
             tokens = tokens[:num_kept]
             logprobs = logprobs and logprobs[:num_kept]
-        self.counters.generated_tokens += len(tokens)
         output = Output(seq.request.id, seq.index, tokens, logprobs or None, reason)
         outputs.append(output)
         if self.speculation is not None:
@@ -724,6 +727,7 @@ class Scheduler:
             elif reason == "stop" and tokens[-1] not in self.eos_ids:
                 output.stop_reason = tokens[-1]
             self._finish(seq, reason)
+        return num_kept
 
     def _fail_not_a_number(self, seq: Sequence) -> list[Output]:
         """End a request whose logits hold no finite number. None of its KV may be reused."""
