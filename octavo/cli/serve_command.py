@@ -12,6 +12,7 @@ from octavo.cli.options import Model, command, fail
 from octavo.cli.terminal import in_bytes
 from octavo.engine_options import EngineOptions
 from octavo.serve.limits import Limits
+from octavo.serve.ray_serve.ray_options import RayOptions
 from octavo.serve.serve_config import ServeConfig
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def serve(
     engine: EngineOptions,
     server: ServeConfig,
     limits: Limits,
+    ray_options: RayOptions,
     enable_auto_tool_choice: Annotated[
         bool,
         typer.Option(
@@ -37,6 +39,9 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a model over HTTP: [bold]octavo serve[/bold], then POST to /v1/chat/completions"""
+    config = replace(server, model=model, engine=engine, limits=limits)
+    if ray_options.ray:
+        return serve_on_ray(config, ray_options)
     try:
         from octavo.serve.server import run
     except ImportError as error:
@@ -44,7 +49,23 @@ def serve(
             f"the server needs more packages than the engine ({error.name} is missing): "
             "pip install 'octavo[serve]'"
         )
-    run(replace(server, model=model, engine=engine, limits=limits), announce)
+    run(config, announce)
+
+
+def serve_on_ray(config: ServeConfig, options: RayOptions) -> None:
+    try:
+        from octavo.serve.ray_serve.deploy import run
+    except ImportError as error:
+        fail(
+            f"--ray needs more packages than the server ({error.name} is missing): "
+            "pip install 'octavo[ray]'"
+        )
+
+    def say(port: int) -> None:
+        address = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+        print(f"{config.name}: {options.replicas} replicas\nready:   {address}/v1", flush=True)
+
+    run(config, options, say)
 
 
 def announce(front: Front, port: int) -> None:

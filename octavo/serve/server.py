@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from octavo.errors import OctavoError
 from octavo.serve.api import api_errors
@@ -84,6 +85,31 @@ class HttpServer(uvicorn.Server):
         acceptor.start()
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True
+
+
+def http_server(
+    config: ServeConfig,
+    app: ASGIApp,
+    listener: socket.socket,
+    table: ConnectionTable,
+    bodies: BodyMemory,
+) -> HttpServer:
+    """Return a server for an application. The caller has opened the port."""
+    uvicorn_config = uvicorn.Config(
+        app,
+        ws_max_size=config.limits.body_bytes,
+        # Compression would cost a millisecond per frame and client of the live page.
+        ws_per_message_deflate=False,
+        lifespan="off",
+        forwarded_allow_ips=[*LOOPBACK, *config.trusted_proxies],
+        log_config=None,
+        # At info, uvicorn logs query strings; at debug, websockets logs headers and messages.
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(CLOSE_SECONDS),
+    )
+    return HttpServer(uvicorn_config, listener, table, bodies)
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -197,36 +223,15 @@ class Server:
             self._cut.set()
         self._stop.set()
 
-    def _http_server(self) -> HttpServer:
-        limits = self.config.limits
-        return HttpServer(
-            uvicorn.Config(
-                application(self.front),
-                ws_max_size=limits.body_bytes,
-                # Compression would cost a millisecond per frame and client of the live page.
-                ws_per_message_deflate=False,
-                lifespan="off",
-                forwarded_allow_ips=[*LOOPBACK, *self.config.trusted_proxies],
-                log_config=None,
-                # At info, uvicorn logs query strings; at debug, websockets logs headers and
-                # messages.
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=int(CLOSE_SECONDS),
-            ),
-            self.socket,
-            self.table,
-            self.front.bodies,
-        )
-
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signal)
         servers = 1 if self.config.grpc_port is None else 2
         raise_descriptor_limit(servers * self.config.limits.connections + OTHER_DESCRIPTORS)
-        http = self._http_server()
+        http = http_server(
+            self.config, application(self.front), self.socket, self.table, self.front.bodies
+        )
         client = self.front.client
         if self.health is not None:
             self.health.begin()

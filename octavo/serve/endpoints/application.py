@@ -93,7 +93,11 @@ class Table:
 
 
 def application(front: Front) -> ASGIApp:
-    app: ASGIApp = Guard(Table(front), front)
+    return guarded(Table(front), front)
+
+
+def guarded(app: ASGIApp, front: Front) -> ASGIApp:
+    app = Guard(app, front)
     if front.config.allowed_origins:
         origins = list(front.config.allowed_origins)
         app = CORSMiddleware(

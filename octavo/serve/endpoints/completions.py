@@ -292,6 +292,7 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
     front.metrics.streams.inc()
     tick()
     opened: set[int] = set()
+    generated = 0 if shape.prompt_only else None
     try:
         async for pieces in call:
             parts = []
@@ -314,18 +315,16 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
             if data:  # The writer holds back text that may become a tool call.
                 await exchange.write(data)
                 written = time.monotonic()
-        await exchange.write(
-            writer.end(call.collectors, 0 if shape.prompt_only else None), last=True
-        )
+        await exchange.write(writer.end(call.collectors, generated), last=True)
     except Exception as e:
         error = api_error(e)
         if error.code != "client_gone":
             front.metrics.rejections.labels(error.code or error.type).inc()
         if error.status == 500 and error is not e:
             log.exception("request %s failed in its stream", exchange.caller.id)
-        await exchange.write(
-            writer.end(call.collectors, 0 if shape.prompt_only else None, error.encode()), last=True
-        )
+        if not exchange.started:
+            raise  # On Ray, another replica can still take the request.
+        await exchange.write(writer.end(call.collectors, generated, error.encode()), last=True)
     finally:
         if timer is not None:
             timer.cancel()

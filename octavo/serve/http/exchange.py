@@ -114,6 +114,11 @@ class Exchange:
         finally:
             timer.cancel()
 
+    @property
+    def started(self) -> bool:
+        """Return whether the client can have received a part of the reply."""
+        return self._request.response_started
+
     def watch(self, call: Call) -> None:
         """End the call when the client disconnects."""
         self._request.on_disconnect(lambda: call.fail(client_gone()))

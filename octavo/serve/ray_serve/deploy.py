@@ -1,0 +1,241 @@
+"""Builds the application of Ray Serve, and runs it for `octavo serve --ray`.
+
+A config file of Ray Serve names `octavo.serve.ray_serve.deploy:build_app` as its import path. Its
+`args` are the options of the server, the engine and Ray by the names of their fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from octavo.engine_options import EngineOptions
+from octavo.errors import InvalidRequest
+from octavo.serve.limits import Limits
+from octavo.serve.ray_serve.endpoint import Endpoint
+from octavo.serve.ray_serve.ray_options import RayOptions
+from octavo.serve.ray_serve.relay import Placement
+from octavo.serve.ray_serve.replica import Replica
+from octavo.serve.serve_config import ServeConfig
+from octavo.serve.server import ServeError
+
+APPLICATION = "octavo"
+HEAD_NODE = {"node:__internal_head__": 0.001}  # The resource that only the head node has.
+LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+# A replica that dies is replaced after this time, and its router learns of an engine's restart.
+CHECK_SECONDS = 2.0
+SHUTDOWN_SECONDS = 10.0  # The processes of a deployment have this time to end, after draining.
+PREFIX_ROUTER = "octavo.serve.ray_serve.prefix_router:PrefixRouter"
+ROUND_ROBIN_ROUTER = "ray.serve.experimental.round_robin_router:RoundRobinRouter"
+LOAD_POLICY = "octavo.serve.ray_serve.scaling:LoadPolicy"
+
+
+# ---- deployments ---------------------------------------------------------------------------------
+
+
+class RayReplica(Replica):
+    async def __init__(self, config: ServeConfig):  # type: ignore[misc]
+        super().__init__(
+            config,
+            host=ray.util.get_node_ip_address(),
+            name=serve.get_replica_context().replica_id.unique_id,
+        )
+        await self.start()
+
+    async def __del__(self) -> None:
+        """Ray Serve awaits this after the open requests have ended."""
+        await self.stop()
+
+
+class RayReplicas:
+    """Chooses replicas with the handle of their deployment."""
+
+    def __init__(self, handle: DeploymentHandle):
+        self.handle = handle
+
+    async def place(self, hashes: list[bytes], failed: list[str]) -> Placement:
+        while True:
+            call = self.handle.options(stream=True).lease.remote(hashes, failed)
+            try:
+                placement: Placement = await anext(call)
+                return placement
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+            except RayError:  # The replica was lost before it could reply.
+                await asyncio.sleep(0.05)
+
+    async def metrics(self) -> Mapping[str, bytes]:
+        return dict(await asyncio.to_thread(self.handle.broadcast("metrics").results))
+
+
+class RayEndpoint(Endpoint):
+    async def __init__(self, config: ServeConfig, handle: DeploymentHandle):  # type: ignore[misc]
+        super().__init__(config, RayReplicas(handle))
+        await self.start()
+
+    async def __del__(self) -> None:
+        await self.stop()
+
+
+# ---- the application -----------------------------------------------------------------------------
+
+
+def application_of(config: ServeConfig, options: RayOptions) -> serve.Application:
+    """Return the application: an endpoint on the head node, and replicas on any node."""
+    if config.grpc_port is not None or config.health_port is not None:
+        raise InvalidRequest(
+            "--grpc-port and --health-port cannot be used with --ray: remove them", "grpc_port"
+        )
+    stopping = config.drain_timeout + SHUTDOWN_SECONDS
+    replicas = serve.deployment(
+        RayReplica,
+        name="Replica",
+        num_replicas=options.replicas if options.max_replicas is None else None,
+        autoscaling_config=autoscaling(options),
+        ray_actor_options={
+            "num_cpus": options.replica_cpus,
+            "num_gpus": gpus_per_replica(config, options),
+        },
+        max_ongoing_requests=config.limits.connections,
+        health_check_period_s=CHECK_SECONDS,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=stopping,
+        request_router_config=request_router(options),
+        logging_config=LOGGING,
+    )
+    endpoint = serve.deployment(
+        RayEndpoint,
+        name="Endpoint",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0, "resources": HEAD_NODE},
+        health_check_period_s=CHECK_SECONDS,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=stopping,
+        logging_config=LOGGING,
+    )
+    return endpoint.bind(config, replicas.bind(config))
+
+
+def autoscaling(options: RayOptions) -> AutoscalingConfig | None:
+    if options.max_replicas is None:
+        return None
+    policy = AutoscalingPolicy(
+        policy_function=LOAD_POLICY, policy_kwargs={"target_kv_use": options.target_kv_use}
+    )
+    return AutoscalingConfig(
+        min_replicas=options.replicas,
+        max_replicas=options.max_replicas,
+        target_ongoing_requests=options.target_requests,
+        upscale_delay_s=options.upscale_delay,
+        downscale_delay_s=options.downscale_delay,
+        look_back_period_s=min(max(options.upscale_delay, CHECK_SECONDS), 30.0),
+        metrics_interval_s=CHECK_SECONDS,
+        policy=policy,
+    )
+
+
+def request_router(options: RayOptions) -> RequestRouterConfig:
+    if options.routing == "round-robin":
+        return RequestRouterConfig(request_router_class=ROUND_ROBIN_ROUTER)
+    return RequestRouterConfig(
+        request_router_class=PREFIX_ROUTER,
+        request_router_kwargs={"max_age": options.prefix_max_age, "slack": options.prefix_slack},
+        request_routing_stats_period_s=CHECK_SECONDS,
+    )
+
+
+def gpus_per_replica(config: ServeConfig, options: RayOptions) -> float:
+    if options.replica_gpus is not None:
+        return options.replica_gpus
+    if config.engine.device == "cpu" or not ray.is_initialized():
+        return 0.0
+    return 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
+
+
+def build_app(args: dict[str, Any]) -> serve.Application:
+    """Return the application for the `args` of a config file of Ray Serve."""
+    unknown = dict(args)
+    groups: list[Any] = []
+    for group in (EngineOptions, Limits, RayOptions, ServeConfig):
+        names = {field.name for field in fields(group)} - {"engine", "limits"}
+        given = {name: unknown.pop(name) for name in names & unknown.keys()}
+        if group is RayOptions:
+            given["ray"] = True
+        groups.append(group(**given))
+    if unknown:
+        raise InvalidRequest(f"{', '.join(sorted(unknown))}: Octavo has no such options")
+    engine, limits, options, config = groups
+    return application_of(replace(config, engine=engine, limits=limits), options)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def run(config: ServeConfig, options: RayOptions, say: Callable[[int], None]) -> None:
+    """Serve until a signal arrives. `say` is called with the port when the replicas are ready."""
+    stopped = threading.Event()
+    started_cluster = connect(options)
+    try:
+        serve.start(proxy_location="Disabled", logging_config=LOGGING)
+        try:
+            handle = serve.run(
+                application_of(with_absolute_paths(config), options),
+                name=APPLICATION,
+                route_prefix=None,
+            )
+        except RuntimeError as error:
+            raise ServeError(f"the replicas cannot start: {error}") from None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stopped.set())
+        say(handle.listening_port.remote().result())
+        stopped.wait()
+        handle.drain.remote().result()
+        serve.delete(APPLICATION)
+        if started_cluster:
+            serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+def connect(options: RayOptions) -> bool:
+    """Connect to a Ray cluster. Returns whether this call has started the cluster."""
+    address = options.ray_address or os.environ.get("RAY_ADDRESS")
+    quiet = {"logging_level": logging.WARNING, "log_to_driver": True}
+    if address is None:
+        try:
+            ray.init(address="auto", **quiet)
+        except ConnectionError:
+            ray.init(address="local", include_dashboard=False, **quiet)
+            return True
+        return False
+    try:
+        ray.init(address=address, **quiet)
+    except ConnectionError:
+        raise ServeError(
+            f"there is no Ray cluster at {address}: start one with ray start --head"
+        ) from None
+    return False
+
+
+def with_absolute_paths(config: ServeConfig) -> ServeConfig:
+    """Return the config for processes with another working directory."""
+    model = config.model
+    if model is not None and os.path.exists(model):
+        model = os.path.abspath(model)
+    keys_file = config.keys_file
+    if keys_file is not None:
+        keys_file = os.path.abspath(keys_file)
+    return replace(config, model=model, keys_file=keys_file)

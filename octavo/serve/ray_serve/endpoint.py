@@ -1,0 +1,384 @@
+"""The endpoint of all replicas: it accepts HTTP, checks API keys and limits, and relays requests.
+
+The limits of a key hold for all replicas together, because this one process counts its requests and
+tokens. A request that fails before its reply has begun is sent to another replica. A reply that has
+begun ends with an error if its replica is lost.
+
+This module must not import Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from octavo.serve.api import api_errors
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.api.replies import DONE, event
+from octavo.serve.endpoints.application import guarded
+from octavo.serve.front.body_memory import Held
+from octavo.serve.front.front import Caller, Front
+from octavo.serve.front.keys import Key
+from octavo.serve.http import body
+from octavo.serve.http.acceptor import raise_descriptor_limit
+from octavo.serve.http.connections import ConnectionTable
+from octavo.serve.http.exchange import Exchange
+from octavo.serve.http.http_request import HttpRequest
+from octavo.serve.ray_serve.metrics_merge import merge_metrics
+from octavo.serve.ray_serve.prefix_index import block_hashes
+from octavo.serve.ray_serve.relay import (
+    Placement,
+    RelayedIdentity,
+    RelayEnd,
+    RelayError,
+    RelayHead,
+    RelayPart,
+    RelayStart,
+    api_error_of,
+    decode_reply,
+    frame_message,
+    no_replica,
+    read_message,
+    replica_lost,
+)
+from octavo.serve.serve_config import ServeConfig
+from octavo.serve.server import OTHER_DESCRIPTORS, http_server, listen
+
+log = logging.getLogger(__name__)
+GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/generate", "/batch_generate"})
+PROBES = frozenset({"/readyz", "/startupz", "/health"})
+PROBE_SECONDS = 2.0  # A probe fails if no replica is free for this long.
+CANCEL = re.compile(r"/v1/requests/([^/]+)/cancel")
+# Errors of one replica that another replica may not have.
+RETRIED = frozenset({"engine_starting", "engine_restarting", "draining", "queue_full"})
+ATTEMPTS = 3  # The most replicas that a request is sent to.
+# A request that runs when its replica or engine is lost may be the cause, so it is sent to one more
+# replica only.
+MAX_LOSSES = 2
+REPLY_BYTES = 2**30  # The longest message of a replica.
+SETTLE_SECONDS = 5.0  # A replica has this time to report the tokens of an aborted request.
+REMEMBERED_REQUESTS = 4096  # The requests that a client can cancel by their id.
+
+
+class Replicas(Protocol):
+    """The replicas, as the endpoint sees them."""
+
+    async def place(self, hashes: list[bytes], failed: list[str]) -> Placement:
+        """Choose a replica and take a lease from it. Waits until there is one.
+
+        `hashes` are those of the prompt's blocks. Replicas that have `failed` are avoided.
+        """
+
+    async def metrics(self) -> Mapping[str, bytes]:
+        """Return the metrics of each replica, as text."""
+
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass
+class Outgoing:
+    """A request on its way to replicas."""
+
+    start: RelayStart
+    arrival: float
+    hashes: list[bytes]
+    send: Send
+    held: Held
+    seconds: float  # The request may wait this long for a replica.
+    failed: list[str] = field(default_factory=list)
+    started: bool = False  # The reply has begun.
+    is_stream: bool = False
+    error: RelayError | None = None  # The error that the latest replica has sent.
+    end: RelayEnd | None = None
+    stream: Stream | None = None  # The connection to a replica that has not sent the end.
+
+
+class Forwarder:
+    """The ASGI application of the endpoint. The guard has checked the request before."""
+
+    def __init__(self, front: Front, replicas: Replicas):
+        self.front = front
+        self.replicas = replicas
+        self.draining = False
+        self.open_requests = 0
+        self._placements: OrderedDict[str, Placement] = OrderedDict()  # By the id of the request.
+        self._settling: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ApiError(
+                404, "this endpoint has no WebSockets: use /v1/chat/completions", "not_found"
+            )
+        if scope["path"] == "/livez":
+            return await Exchange(self.front, scope, receive, send).reply({"state": "alive"})
+        if self.draining:
+            raise api_errors.draining()
+        if scope["path"] == "/metrics":
+            texts = {"endpoint": self.front.metrics.render(), **await self.replicas.metrics()}
+            exchange = Exchange(self.front, scope, receive, send)
+            return await exchange.send(
+                merge_metrics(texts), "text/plain; version=0.0.4; charset=utf-8"
+            )
+        self.open_requests += 1
+        try:
+            await self._forward(scope, receive, send)
+        finally:
+            self.open_requests -= 1
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller: Caller = scope["octavo.caller"]
+        request: HttpRequest = scope["octavo.request"]
+        path = scope["path"].rstrip("/") or "/"
+        key = caller.key if path in GENERATES else None
+        if key is not None:
+            key.check()
+        address = scope["client"][0] if scope.get("client") else ""
+        with self.front.bodies.hold(address) as held:
+            data = b""
+            if scope["method"] == "POST" and not CANCEL.fullmatch(path):
+                limits = self.front.config.limits
+                headers = scope["octavo.headers"]
+                data = bytes(await body.read(headers, receive, request.whole_body(), limits, held))
+            outgoing = Outgoing(
+                start=self._start(scope, path, address, data),
+                arrival=caller.arrival,
+                hashes=block_hashes(data, caller.salt) if path in GENERATES else [],
+                send=send,
+                held=held,
+                seconds=PROBE_SECONDS if path in PROBES else self.front.config.queue_timeout,
+            )
+            if key is not None:
+                key.enter()
+            task = asyncio.current_task()
+            assert task is not None
+            request.on_disconnect(lambda: cancel_task(task))
+            try:
+                await self._send_to_replicas(outgoing)
+            finally:
+                self._release(outgoing, key)
+
+    def _start(self, scope: Scope, path: str, address: str, data: bytes) -> RelayStart:
+        caller: Caller = scope["octavo.caller"]
+        identity = RelayedIdentity()
+        if caller.key is not None:
+            identity = RelayedIdentity(
+                caller.key.name, caller.key.priority, caller.key.admin, caller.key.salt
+            )
+        # The key itself stays in this process.
+        headers = [each for each in scope["headers"] if each[0] != b"authorization"]
+        return RelayStart(
+            secret="",
+            lease="",
+            request_id=caller.id,
+            elapsed=0.0,
+            timeout=caller.timeout,
+            identity=identity,
+            client=address,
+            method=scope["method"],
+            path=path,
+            headers=headers,
+            body=data,
+        )
+
+    # ---- replicas --------------------------------------------------------------------------------
+
+    async def _send_to_replicas(self, outgoing: Outgoing) -> None:
+        """Send the request to one replica after another, until one replies."""
+        losses = 0
+        error = no_replica()
+        for _ in range(ATTEMPTS):
+            placement = await self._place(outgoing)
+            outgoing.start.secret = placement.secret
+            outgoing.start.lease = placement.lease
+            outgoing.start.elapsed = time.monotonic() - outgoing.arrival
+            try:
+                await self._relay(outgoing, placement)
+            except (OSError, EOFError):
+                losses += 1
+                error = replica_lost()
+                log.warning("a replica was lost during request %s", outgoing.start.request_id)
+                if outgoing.started:
+                    return await end_reply(outgoing, error)
+            else:
+                if outgoing.error is None:
+                    return
+                error = api_error_of(outgoing.error)
+                if error.code not in RETRIED:
+                    raise error
+                losses += outgoing.error.sent
+            if losses >= MAX_LOSSES:
+                raise error
+            outgoing.failed.append(placement.replica)
+        raise error
+
+    async def _place(self, outgoing: Outgoing) -> Placement:
+        """Choose a replica. A cancellation goes to the replica that has the request."""
+        cancel = CANCEL.fullmatch(outgoing.start.path)
+        if cancel is not None and cancel[1] in self._placements:
+            return self._placements[cancel[1]]._replace(lease="")
+        try:
+            async with asyncio.timeout(outgoing.seconds):
+                placement = await self.replicas.place(outgoing.hashes, outgoing.failed)
+        except TimeoutError:
+            raise no_replica() from None
+        if outgoing.start.path in GENERATES:
+            self._placements[outgoing.start.request_id] = placement
+            if len(self._placements) > REMEMBERED_REQUESTS:
+                self._placements.popitem(last=False)
+        return placement
+
+    async def _relay(self, outgoing: Outgoing, placement: Placement) -> None:
+        """Send the request to a replica and its reply to the client.
+
+        Raises OSError or EOFError if the replica is lost.
+        """
+        outgoing.error = None
+        outgoing.end = None
+        outgoing.stream = await asyncio.open_connection(placement.host, placement.port)
+        reader, writer = outgoing.stream
+        try:
+            writer.write(frame_message(outgoing.start))
+            await writer.drain()
+            while outgoing.end is None:
+                await self._relay_message(outgoing, await read_message(reader, REPLY_BYTES))
+        except (OSError, EOFError):
+            outgoing.stream = None
+            writer.close()
+            raise
+        outgoing.stream = None
+        writer.close()
+
+    async def _relay_message(self, outgoing: Outgoing, data: bytes) -> None:
+        message = decode_reply(data)
+        if isinstance(message, RelayHead):
+            outgoing.started = True
+            outgoing.start.body = b""
+            outgoing.held.release()
+            outgoing.is_stream = any(b"event-stream" in value for _, value in message.headers)
+            await outgoing.send(
+                {
+                    "type": "http.response.start",
+                    "status": message.status,
+                    "headers": message.headers,
+                }
+            )
+        elif isinstance(message, RelayPart):
+            await outgoing.send(
+                {
+                    "type": "http.response.body",
+                    "body": message.data,
+                    "more_body": not message.last,
+                }
+            )
+        elif isinstance(message, RelayError):
+            outgoing.error = message
+        else:
+            outgoing.end = message
+
+    # ---- the end of a request --------------------------------------------------------------------
+
+    def _release(self, outgoing: Outgoing, key: Key | None) -> None:
+        """Count the tokens of a request. If the client has disconnected, abort it first."""
+        if outgoing.stream is None:
+            leave_key(key, outgoing.end)
+            return
+        task = asyncio.create_task(self._settle(outgoing.stream, key))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _settle(self, stream: Stream, key: Key | None) -> None:
+        """Abort a request, and wait until its replica has reported the tokens."""
+        reader, writer = stream
+        end: RelayEnd | None = None
+        try:
+            async with asyncio.timeout(SETTLE_SECONDS):
+                writer.write_eof()
+                while end is None:
+                    message = decode_reply(await read_message(reader, REPLY_BYTES))
+                    if isinstance(message, RelayEnd):
+                        end = message
+        except (OSError, EOFError, TimeoutError):
+            pass
+        finally:
+            writer.close()
+            leave_key(key, end)
+
+
+def cancel_task(task: asyncio.Task[None]) -> None:
+    task.cancel()
+
+
+def leave_key(key: Key | None, end: RelayEnd | None) -> None:
+    """Count the tokens of a request. A request that reached no engine does not count."""
+    if key is None:
+        return
+    key.leave(end.tokens if end is not None else 0)
+    if end is not None and not end.sent and key.requests is not None:
+        key.requests.take(-1)
+
+
+async def end_reply(outgoing: Outgoing, error: ApiError) -> None:
+    """End a reply that has begun with an error."""
+    if not outgoing.is_stream:
+        raise error
+    data = event(error.encode()) + DONE
+    await outgoing.send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+class Endpoint:
+    """Serves HTTP for all replicas."""
+
+    def __init__(self, config: ServeConfig, replicas: Replicas):
+        self.config = config
+        self.socket = listen(config)
+        self.port: int = self.socket.getsockname()[1]
+        self.front = Front(config)
+        self.forwarder = Forwarder(self.front, replicas)
+        self.table = ConnectionTable(config.limits)
+        self.http = http_server(
+            config,
+            guarded(self.forwarder, self.front),
+            self.socket,
+            self.table,
+            self.front.bodies,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        raise_descriptor_limit(2 * self.config.limits.connections + OTHER_DESCRIPTORS)
+        self._tasks = [
+            asyncio.create_task(self.http.serve()),
+            asyncio.create_task(self.table.sweep_forever()),
+        ]
+
+    async def check_health(self) -> None:
+        if any(task.done() for task in self._tasks):
+            raise RuntimeError("the HTTP server of the endpoint has ended")
+
+    async def listening_port(self) -> int:
+        return self.port
+
+    async def drain(self) -> None:
+        """Accept no more requests, and wait for open requests until the drain timeout."""
+        self.forwarder.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_timeout):
+                while self.forwarder.open_requests:
+                    await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        await self.drain()
+        serving, sweeping = self._tasks
+        sweeping.cancel()
+        self.http.should_exit = True
+        await serving

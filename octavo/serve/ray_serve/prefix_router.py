@@ -1,0 +1,68 @@
+"""The request router of Ray Serve that prefers the replica with the longest cached prefix.
+
+Ray Serve calls `choose_replicas` for every lease, probes the replicas of the first group that is
+not full, and takes the one with the fewest requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import (
+    PendingRequest,
+    ReplicaID,
+    ReplicaResult,
+    RequestRouter,
+    RunningReplica,
+)
+
+from octavo.serve.ray_serve.prefix_index import PrefixIndex, rank_replicas
+
+
+class PrefixRouter(RequestRouter):
+    def initialize_state(self, max_age: float, slack: int) -> None:
+        """Ray Serve calls this with `request_router_kwargs`."""
+        self.index = PrefixIndex(max_age)
+        self.slack = slack
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return [candidate_replicas]
+        # Without this, Ray Serve would try again at once while every replica is full.
+        pending_request.routing_context.should_backoff = True
+        hashes, failed = routing_arguments(pending_request)
+        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
+        loads = {
+            name: self.replica_queue_len_cache.get(each.replica_id) or 0
+            for name, each in by_name.items()
+        }
+        groups = rank_replicas(self.index, hashes, loads, failed, self.slack)
+        return [[by_name[name] for name in group] for group in groups if group]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+    ) -> None:
+        hashes, _ = routing_arguments(pending_request)
+        self.index.add(replica_id.unique_id, hashes)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self.index.keep(each.replica_id.unique_id for each in replicas)
+        for each in replicas:
+            stats: dict[str, Any] = each.routing_stats
+            if stats:
+                self.index.update(
+                    each.replica_id.unique_id, stats["kv_tokens"], stats["generation"]
+                )
+
+
+def routing_arguments(pending_request: PendingRequest) -> tuple[list[bytes], list[str]]:
+    """Return the arguments of Replica.lease. A call of another method has none."""
+    if len(pending_request.args) != 2:
+        return [], []
+    hashes, failed = pending_request.args
+    return hashes, failed

@@ -1,0 +1,151 @@
+"""The options of `octavo serve --ray`. They are declared as those of the server are.
+
+This module must not import Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from octavo.errors import InvalidRequest
+from octavo.option_declaration import Option, check_options, flag_of, one_of, real, whole
+
+
+def address(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{name} must be an address such as 10.0.0.1:6379", name)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    ray: Annotated[bool, Option("Run several replicas of the server on Ray Serve.", "Ray")] = False
+    replicas: Annotated[
+        int,
+        Option(
+            "Number of replicas with --ray; with --max-replicas, the smallest number.",
+            "Ray",
+            metavar="N",
+            show_default=True,
+            check=whole(1),
+        ),
+    ] = 1
+    max_replicas: Annotated[
+        int | None,
+        Option(
+            "Add replicas up to this number while the load is high. Default: no autoscaling.",
+            "Ray",
+            metavar="N",
+            check=whole(1),
+        ),
+    ] = None
+    target_requests: Annotated[
+        float,
+        Option(
+            "Autoscaling adds a replica above this many open requests per replica.",
+            "Ray",
+            metavar="X",
+            show_default=True,
+            check=real(0.01, 10**6),
+        ),
+    ] = 16.0
+    target_kv_use: Annotated[
+        float,
+        Option(
+            "Autoscaling adds a replica above this share of used KV blocks per replica.",
+            "Ray",
+            metavar="0..1",
+            show_default=True,
+            check=real(0, 1, open_low=True),
+        ),
+    ] = 0.8
+    upscale_delay: Annotated[
+        float,
+        Option(
+            "Seconds of high load before a replica is added.",
+            "Ray",
+            metavar="X",
+            show_default=True,
+            check=real(0, 10**6),
+        ),
+    ] = 10.0
+    downscale_delay: Annotated[
+        float,
+        Option(
+            "Seconds of low load before a replica is removed.",
+            "Ray",
+            metavar="X",
+            show_default=True,
+            check=real(0, 10**6),
+        ),
+    ] = 300.0
+    routing: Annotated[
+        str,
+        Option(
+            "How replicas are chosen: prefix (cached KV first) or round-robin.",
+            "Ray",
+            metavar="NAME",
+            show_default=True,
+            check=one_of("prefix", "round-robin"),
+        ),
+    ] = "prefix"
+    prefix_max_age: Annotated[
+        float,
+        Option(
+            "Seconds after which the router no longer expects a prompt in the cache of a replica.",
+            "Ray",
+            metavar="X",
+            show_default=True,
+            check=real(0.1, 10**6),
+        ),
+    ] = 600.0
+    prefix_slack: Annotated[
+        int,
+        Option(
+            "A replica with a cached prefix may have this many more open requests than others.",
+            "Ray",
+            metavar="N",
+            show_default=True,
+            check=whole(0),
+        ),
+    ] = 8
+    replica_cpus: Annotated[
+        float,
+        Option(
+            "CPU cores that Ray reserves for each replica.",
+            "Ray",
+            metavar="X",
+            show_default=True,
+            check=real(0, 10**4),
+        ),
+    ] = 1.0
+    replica_gpus: Annotated[
+        float | None,
+        Option(
+            "GPUs that Ray reserves for each replica. Default: 1 if the cluster has GPUs and "
+            "--device is not cpu, else 0.",
+            "Ray",
+            metavar="X",
+            check=real(0, 1024),
+        ),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        Option(
+            "Address of a Ray cluster. Default: RAY_ADDRESS, a cluster on this machine, or a new "
+            "one.",
+            "Ray",
+            metavar="ADDRESS",
+            check=address,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise InvalidRequest("--max-replicas must be at least --replicas", "max_replicas")
+        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        if given and not self.ray:
+            flag = flag_of(RayOptions, given[0])
+            raise InvalidRequest(f"{flag} has no effect without --ray: add --ray", given[0])
