@@ -10,9 +10,12 @@ READY := $(VENV)/.ready
 # The same, and clients of the server beside it: programs with many requirements of their own.
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
+# The same, and Ray beside it.
+RAY := .venv-ray
+RAY_READY := $(RAY)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat serve test test-slow templates fuzz soak test-clients test-gpu lint format tables proto clean
+.PHONY: help setup chat serve test test-slow templates fuzz soak test-clients test-ray test-gpu lint format tables proto clean
 
 help:
 	@echo "make chat          set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
@@ -23,6 +26,7 @@ help:
 	@echo "make fuzz          random inputs for every parser, SECONDS=600 for each (TARGETS=\"regex http_bytes\" chooses)"
 	@echo "make soak          a server under load and attacks, MINUTES=60: tokens, memory and descriptors must not change"
 	@echo "make test-clients  langchain, lm-eval, guidellm, schemathesis and two routers against servers, in a virtual environment of their own"
+	@echo "make test-ray      two replicas on Ray Serve: clients, killed replicas, scaling; in a virtual environment of its own"
 	@echo "make test-gpu      the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
 	@echo "make lint          style, types, import contracts and readability"
 	@echo "make format        rewrite the code in the project's style"
@@ -36,10 +40,12 @@ setup: $(READY)
 $(READY): LOCKS = requirements.lock
 $(CLIENTS_READY): LOCKS = requirements.lock requirements-clients.lock
 $(CLIENTS_READY): requirements-clients.lock
-$(READY) $(CLIENTS_READY): PIP = $(@D)/bin/python -m pip --disable-pip-version-check
-$(READY) $(CLIENTS_READY): INSTALL = $(PIP) install -qq # errors only
+$(RAY_READY): LOCKS = requirements.lock requirements-ray.lock
+$(RAY_READY): requirements-ray.lock
+$(READY) $(CLIENTS_READY) $(RAY_READY): PIP = $(@D)/bin/python -m pip --disable-pip-version-check
+$(READY) $(CLIENTS_READY) $(RAY_READY): INSTALL = $(PIP) install -qq # errors only
 
-$(READY) $(CLIENTS_READY): requirements.lock pyproject.toml
+$(READY) $(CLIENTS_READY) $(RAY_READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit( \
 		"Octavo needs Python 3.11 or newer, but $(PYTHON) is %d.%d: try make PYTHON=python3.11" % v)'
 	@echo "setting up $(@D), once: 1/4 creating it"
@@ -81,6 +87,9 @@ soak: $(READY)
 test-clients: $(CLIENTS_READY)
 	@$(CLIENTS)/bin/python -m pytest -m slow tests/clients $(ARGS)
 
+test-ray: $(RAY_READY)
+	@$(RAY)/bin/python -m pytest -m slow tests/ray_serve $(ARGS)
+
 # A machine with a GPU may have little beside torch, triton and transformers, so files with nothing for it stay unread.
 test-gpu:
 	@files=$$(grep -rlE 'mark\.(gpu|parity)' --include='test_*.py' tests) || { echo "no GPU or parity tests found" >&2; exit 1; }; \
@@ -107,5 +116,5 @@ proto: $(READY)
 	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. octavo/serve/proto/octavo.proto
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(RAY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find octavo tests -name __pycache__ -type d -prune -exec rm -rf {} +

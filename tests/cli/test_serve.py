@@ -20,6 +20,7 @@ from octavo.errors import InvalidRequest
 from octavo.option_declaration import flag_of, option_declarations
 from octavo.serve.kv_events_config import KVEventsConfig
 from octavo.serve.limits import Limits
+from octavo.serve.ray_serve.ray_options import RayOptions
 from octavo.serve.serve_config import ServeConfig
 
 Octavo = Callable[..., Result]
@@ -86,7 +87,7 @@ def test_the_command_has_the_options_that_the_groups_declare_and_no_others() -> 
     shown = {parameter.name: parameter for parameter in command.params}
     declared = {
         name: (group, option)
-        for group in (EngineOptions, ServeConfig, Limits)
+        for group in (EngineOptions, ServeConfig, Limits, RayOptions)
         for name, option in option_declarations(group).items()
         if option.help
     }

@@ -24,7 +24,7 @@ from ray.serve.handle import DeploymentHandle
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 from octavo.serve.limits import Limits
-from octavo.serve.ray_serve.endpoint import Endpoint
+from octavo.serve.ray_serve.endpoint import ClusterEndpoint
 from octavo.serve.ray_serve.ray_options import RayOptions
 from octavo.serve.ray_serve.relay import Placement
 from octavo.serve.ray_serve.replica import Replica
@@ -81,7 +81,7 @@ class RayReplicas:
         return dict(await asyncio.to_thread(self.handle.broadcast("metrics").results))
 
 
-class RayEndpoint(Endpoint):
+class RayEndpoint(ClusterEndpoint):
     async def __init__(self, config: ServeConfig, handle: DeploymentHandle):  # type: ignore[misc]
         super().__init__(config, RayReplicas(handle))
         await self.start()
@@ -218,6 +218,8 @@ def connect(options: RayOptions) -> bool:
         try:
             ray.init(address="auto", **quiet)
         except ConnectionError:
+            # By default Ray gives its processes, and so the engine, a low priority.
+            os.environ.setdefault("RAY_worker_niceness", "0")
             ray.init(address="local", include_dashboard=False, **quiet)
             return True
         return False

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.serve.api import api_errors
 from octavo.serve.api.api_errors import ApiError
-from octavo.serve.api.replies import DONE, event
+from octavo.serve.api.replies import DONE, KEEP_ALIVE, event
 from octavo.serve.endpoints.application import guarded
 from octavo.serve.front.body_memory import Held
 from octavo.serve.front.front import Caller, Front
@@ -92,6 +92,7 @@ class Outgoing:
     start: RelayStart
     arrival: float
     hashes: list[bytes]
+    request: HttpRequest
     send: Send
     held: Held
     seconds: float  # The request may wait this long for a replica.
@@ -153,6 +154,7 @@ class Forwarder:
                 start=self._start(scope, path, address, data),
                 arrival=caller.arrival,
                 hashes=block_hashes(data, caller.salt) if path in GENERATES else [],
+                request=request,
                 send=send,
                 held=held,
                 seconds=PROBE_SECONDS if path in PROBES else self.front.config.queue_timeout,
@@ -265,6 +267,8 @@ class Forwarder:
             outgoing.start.body = b""
             outgoing.held.release()
             outgoing.is_stream = any(b"event-stream" in value for _, value in message.headers)
+            if outgoing.is_stream:
+                outgoing.request.heartbeat = KEEP_ALIVE
             await outgoing.send(
                 {
                     "type": "http.response.start",
@@ -335,7 +339,7 @@ async def end_reply(outgoing: Outgoing, error: ApiError) -> None:
     await outgoing.send({"type": "http.response.body", "body": data, "more_body": False})
 
 
-class Endpoint:
+class ClusterEndpoint:
     """Serves HTTP for all replicas."""
 
     def __init__(self, config: ServeConfig, replicas: Replicas):

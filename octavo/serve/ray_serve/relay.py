@@ -79,7 +79,7 @@ class RelayError(msgspec.Struct, tag=True, array_like=True):
     message: str
     code: str | None
     param: str | None
-    type: str
+    error_type: str
     retry_after: float | None
     allow: str | None
     sent: bool  # The request had been sent to the engine.
@@ -117,7 +117,7 @@ def relayed_error(error: ApiError, sent: bool) -> RelayError:
         message=error.message,
         code=error.code,
         param=error.param,
-        type=error.type,
+        error_type=error.type,
         retry_after=error.retry_after,
         allow=error.allow,
         sent=sent,
@@ -130,7 +130,7 @@ def api_error_of(relayed: RelayError) -> ApiError:
         relayed.message,
         relayed.code,
         relayed.param,
-        type=relayed.type,
+        type=relayed.error_type,
         retry_after=relayed.retry_after,
         allow=relayed.allow,
     )

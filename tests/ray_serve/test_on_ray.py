@@ -1,0 +1,345 @@
+"""Two replicas on a real Ray: the tests of one server pass, killed processes lose only their own
+streams, scaling fails no request, and the prefix router doubles the hit rate of round robin."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed: run `make test-ray`")
+
+import httpx2 as httpx
+import openai
+
+from tests import tiny
+from tests.serve.running import NAME, ROOT, Running, free_port
+
+# The same tests as for one server. They use the fixtures `running` and `client` of this file.
+from tests.serve.test_openai_client import (  # noqa: F401
+    test_a_stream_is_the_whole_reply_in_pieces,
+    test_chat,
+    test_chat_logprobs,
+    test_completions_of_many_prompts,
+    test_errors_have_types_and_codes,
+    test_many_streams_at_once_do_not_mix,
+    test_models_are_listed_and_retrieved,
+    test_n_choices_differ_and_share_the_prompt,
+    test_stop_strings_end_the_text,
+    test_token_ids_of_a_chat,
+    test_usage_in_every_chunk,
+)
+from tests.serve.test_tools import (  # noqa: F401
+    test_a_forced_call_is_made_whatever_the_model_would_say,
+    test_a_schema_that_cannot_be_followed_is_refused,
+    test_an_answer_in_a_format_may_come_instead_of_a_call,
+    test_odd_calls_in_a_conversation_never_break_the_server,
+)
+
+pytestmark = pytest.mark.slow
+RECOVERY_SECONDS = 30
+REPLICA = re.compile(r'replica="(\w+)"')
+
+
+@contextlib.contextmanager
+def on_ray(folder: Path, *options: str) -> Iterator[Running]:
+    """Runs `octavo serve --ray` with a cluster of its own."""
+    port = free_port()
+    log = folder / "ray.log"
+    argv = [
+        *(sys.executable, "-m", "octavo", "serve", tiny.model_dir(), "--served-model-name", NAME),
+        *("--port", str(port), "--max-model-len", "1024", "--max-num-seqs", "64"),
+        *("--num-gpu-blocks-override", "512", "--ray", "--replica-cpus", "0.5", *options),
+    ]
+    with open(log, "w") as out:
+        process = subprocess.Popen(argv, cwd=ROOT, stdout=out, stderr=out, text=True)
+    running = Running(process, port, log, folder)
+    try:
+        running.wait("/readyz", seconds=400)
+        yield running
+        assert running.stop(seconds=100) == 0, log.read_text()[-3000:]
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with on_ray(tmp_path_factory.mktemp("ray"), "--replicas", "2") as found:
+        wait_for_replicas(found, 2)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0) as found:
+        yield found
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def descendants(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in task.read_text().split():
+                yield int(child)
+                yield from descendants(int(child))
+
+
+def pids_of(running: Running, text: bytes) -> list[int]:
+    """The processes of the cluster whose command line has this text."""
+    found = []
+    for pid in descendants(running.process.pid):
+        with contextlib.suppress(OSError):
+            if text in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def replica_pids(running: Running) -> list[int]:
+    return pids_of(running, b"ray::ServeReplica:octavo:Replica")
+
+
+def engine_pids(running: Running) -> list[int]:
+    return pids_of(running, b"octavo.serve.engine.engine_process")
+
+
+def replicas(running: Running) -> set[str]:
+    """The names of the replicas that the endpoint knows."""
+    answer = running.get("/metrics")
+    if answer.status_code != 200:
+        return set()
+    return set(REPLICA.findall(answer.text)) - {"endpoint"}
+
+
+def wait_for_replicas(running: Running, count: int, seconds: float = 200) -> float:
+    begun = time.monotonic()
+    while time.monotonic() - begun < seconds:
+        with contextlib.suppress(httpx.HTTPError):
+            if len(replicas(running)) == count:
+                return time.monotonic() - begun
+        time.sleep(0.2)
+    raise AssertionError(f"there were never {count} replicas: {running.log.read_text()[-3000:]}")
+
+
+# ---- load ----------------------------------------------------------------------------------------
+
+
+class Load:
+    """Clients that send short requests one after another until they are stopped."""
+
+    def __init__(self, running: Running, clients: int):
+        self.url = running.url
+        self.failures: list[str] = []
+        self.replies = 0
+        self._stopped = threading.Event()
+        self._threads = [threading.Thread(target=self._send) for _ in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def _send(self) -> None:
+        body = {"prompt": "load", "max_tokens": 24, "ignore_eos": True}
+        with httpx.Client(base_url=self.url, timeout=120) as client:
+            while not self._stopped.is_set():
+                try:
+                    answer = client.post("/v1/completions", json=body)
+                except httpx.HTTPError as error:
+                    self.failures.append(repr(error))
+                    continue
+                if answer.status_code == 200:
+                    self.replies += 1
+                else:
+                    self.failures.append(answer.text)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join()
+
+
+STREAMED = 800
+
+
+def stream(running: Running, begun: threading.Semaphore) -> tuple[int, str | None]:
+    """Stream a long reply. Returns the number of its chunks, and the code of its error."""
+    body = {"prompt": "a", "max_tokens": STREAMED, "ignore_eos": True, "stream": True}
+    body["return_token_ids"] = True
+    tokens = 0
+    with (
+        httpx.Client(base_url=running.url, timeout=200) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                return tokens, event["error"]["code"]
+            for choice in event["choices"]:
+                tokens += len(choice["token_ids"] or ())
+            begun.release()
+    return tokens, None
+
+
+def kill_under_load(running: Running, victims: Callable[[Running], list[int]], code: str) -> None:
+    """Kill one of two processes, and check who notices."""
+    wait_for_replicas(running, 2)
+    names = replicas(running)
+    begun = threading.Semaphore(0)
+    load = Load(running, clients=2)
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(stream, running, begun) for _ in range(8)]
+        for _ in range(8 * 4):
+            assert begun.acquire(timeout=100)
+        killed = victims(running)
+        assert len(killed) == 2
+        os.kill(killed[0], signal.SIGKILL)
+        killed_at = time.monotonic()
+        results = [each.result() for each in streams]
+    recovered = wait_for_recovery(running, names, victims, killed) - killed_at
+    load.stop()
+    lost = [result for result in results if result[1] is not None]
+    assert {error for _, error in lost} == {code}
+    complete = [tokens for tokens, error in results if error is None]
+    assert complete and set(complete) == {STREAMED}
+    assert load.replies and load.failures == []
+    print(f"{len(lost)} of 8 streams lost, {load.replies} replies, recovered in {recovered:.1f} s")
+    assert recovered < RECOVERY_SECONDS
+
+
+def wait_for_recovery(
+    running: Running, names: set[str], victims: Callable[[Running], list[int]], killed: list[int]
+) -> float:
+    """Returns the time at which two replicas reply again."""
+    while len(set(victims(running)) - {killed[0]}) < 2 or len(replicas(running)) < 2:
+        time.sleep(0.2)
+    # Every replica must reply, so enough requests at once must go to both of them.
+    before = counts(running)
+    while True:
+        with ThreadPoolExecutor(4) as pool:
+            for each in [pool.submit(running.complete) for _ in range(4)]:
+                each.result()
+        after = counts(running)
+        if sum(after[name] > before.get(name, 0) for name in after) >= 2:
+            return time.monotonic()
+
+
+def counts(running: Running) -> dict[str, float]:
+    """The finished requests of each replica."""
+    found: dict[str, float] = {}
+    for line in running.get("/metrics").text.splitlines():
+        name = REPLICA.search(line)
+        if line.startswith("octavo:request_success_total") and name and name[1] != "endpoint":
+            found[name[1]] = found.get(name[1], 0) + float(line.rsplit(" ", 1)[1])
+    return found
+
+
+# ---- tests ---------------------------------------------------------------------------------------
+
+
+def test_requests_go_to_both_replicas(running: Running) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: running.complete(max_tokens=32), range(32)))
+    found = counts(running)
+    assert len(found) == 2 and min(found.values()) >= 8
+
+
+def test_a_client_that_leaves_frees_its_memory(running: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with running.http.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_bytes())
+    deadline = time.monotonic() + 20
+    while any(
+        float(line.rsplit(" ", 1)[1])
+        for line in running.get("/metrics").text.splitlines()
+        if line.startswith("octavo:num_requests_running")
+    ):
+        assert time.monotonic() < deadline
+
+
+def test_a_killed_engine_loses_only_its_own_streams(running: Running) -> None:
+    kill_under_load(running, engine_pids, "engine_restarting")
+
+
+def test_a_killed_replica_loses_only_its_own_streams(running: Running) -> None:
+    kill_under_load(running, replica_pids, "replica_lost")
+
+
+def hit_rate(running: Running) -> float:
+    """The share of prompt tokens that were cached, over chats of several turns."""
+    order = random.Random(5)
+    chats: list[list[dict[str, Any]]] = []
+    for _ in range(14):
+        text = "".join(order.choices("abcdefghijklmnopqrstuvwxyz ", k=400))
+        chats.append([{"role": "user", "content": text}])
+    prompt_tokens = 0
+    cached_tokens = 0
+    for _ in range(5):
+        order.shuffle(chats)
+        for messages in chats:
+            answer = running.post(
+                "/v1/chat/completions",
+                {"messages": messages, "max_tokens": 16, "ignore_eos": True, "temperature": 0},
+            ).json()
+            prompt_tokens += answer["usage"]["prompt_tokens"]
+            cached_tokens += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            text = "".join(order.choices("abcdefghijklmnopqrstuvwxyz ", k=60))
+            messages.append(answer["choices"][0]["message"])
+            messages.append({"role": "user", "content": text})
+    return cached_tokens / prompt_tokens
+
+
+def test_the_prefix_router_doubles_the_hit_rate_of_round_robin(
+    running: Running, tmp_path: Path
+) -> None:
+    with_prefixes = hit_rate(running)
+    with on_ray(tmp_path, "--replicas", "2", "--routing", "round-robin") as other:
+        wait_for_replicas(other, 2)
+        round_robin = hit_rate(other)
+    print(f"hit rate: {with_prefixes:.3f} with prefixes, {round_robin:.3f} round robin")
+    assert with_prefixes > 2 * round_robin
+
+
+def test_scaling_up_and_down_under_load_fails_no_request(tmp_path: Path) -> None:
+    options = ("--replicas", "1", "--max-replicas", "2", "--target-requests", "2")
+    delays = ("--upscale-delay", "1", "--downscale-delay", "3")
+    with on_ray(tmp_path, *options, *delays) as found:
+        heavy = Load(found, clients=8)
+        up = wait_for_replicas(found, 2)
+        time.sleep(3)
+        light = Load(found, clients=1)
+        heavy.stop()
+        down = wait_for_replicas(found, 1)
+        light.stop()
+        print(f"two replicas after {up:.1f} s, one after {down:.1f} s")
+        assert heavy.replies and heavy.failures == []
+        assert light.replies and light.failures == []
+
+
+def test_the_limits_of_a_key_hold_for_all_replicas(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "a"\nkey = "a-0123456789abcdef"\nrequests_per_minute = 6\n')
+    with on_ray(tmp_path, "--replicas", "2", "--api-keys", str(keys)) as found:
+        assert found.post("/v1/completions", {"prompt": "a"}).status_code == 401
+        headers = {"authorization": "Bearer a-0123456789abcdef"}
+        body = {"prompt": "a", "max_tokens": 2}
+        statuses = [
+            found.post("/v1/completions", body, headers=headers).status_code for _ in range(10)
+        ]
+        assert statuses[:6] == [200] * 6 and 429 in statuses[6:]

@@ -1,0 +1,90 @@
+"""The options of `octavo serve --ray`, and the autoscaling policy."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from octavo.cli import app
+from octavo.errors import InvalidRequest
+from octavo.option_declaration import flag_of, option_declarations
+from octavo.serve.ray_serve.ray_options import RayOptions
+from octavo.serve.ray_serve.scaling import LoadPolicy
+from octavo.serve.serve_config import ServeConfig
+
+# A value of each option that is not its default, as a user writes it and as the server has it.
+OTHER_VALUES: dict[str, tuple[str, object]] = {
+    "replicas": ("3", 3),
+    "max_replicas": ("4", 4),
+    "target_requests": ("2.5", 2.5),
+    "target_kv_use": ("0.5", 0.5),
+    "upscale_delay": ("1", 1.0),
+    "downscale_delay": ("2", 2.0),
+    "routing": ("round-robin", "round-robin"),
+    "prefix_max_age": ("30", 30.0),
+    "prefix_slack": ("2", 2),
+    "replica_cpus": ("0.5", 0.5),
+    "replica_gpus": ("2", 2.0),
+    "ray_address": ("10.0.0.1:6379", "10.0.0.1:6379"),
+}
+
+
+def serve(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["serve", *arguments])
+
+
+def test_every_option_reaches_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[ServeConfig, RayOptions]] = []
+    deploy = ModuleType("octavo.serve.ray_serve.deploy")
+    deploy.run = lambda config, options, say: found.append((config, options))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, deploy.__name__, deploy)
+    assert OTHER_VALUES.keys() == option_declarations(RayOptions).keys() - {"ray"}
+    assert serve("--ray", "--port", "0").exit_code == 0
+    assert found.pop() == (ServeConfig(port=0), RayOptions(ray=True))
+    for name, (text, value) in OTHER_VALUES.items():
+        result = serve("--ray", flag_of(RayOptions, name), text)
+        assert result.exit_code == 0, result.output
+        _, options = found.pop()
+        assert getattr(options, name) == value != getattr(RayOptions(), name)
+
+
+def test_every_option_is_described() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "ray.md").read_text(encoding="utf-8")
+    flags = [flag_of(RayOptions, name) for name in option_declarations(RayOptions)]
+    assert [flag for flag in flags if not re.search(rf"{flag}\b(?!-)", page)] == []
+
+
+def test_options_of_ray_need_ray() -> None:
+    with pytest.raises(InvalidRequest, match="--replicas has no effect without --ray: add --ray"):
+        RayOptions(replicas=2)
+    with pytest.raises(InvalidRequest, match="--max-replicas must be at least --replicas"):
+        RayOptions(ray=True, replicas=3, max_replicas=2)
+
+
+def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "octavo.serve.ray_serve.deploy", raising=False)
+    result = serve("--ray")
+    assert result.exit_code == 2
+    assert "pip install 'octavo[ray]'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("requests", "kv_uses", "replicas"),
+    [(0, [], 0), (32, [0.1, 0.1], 2), (33, [0.1, 0.1], 2.0625), (4, [0.9, 0.9, 0.6], 3)],
+)
+def test_the_policy_wants_replicas_for_requests_and_for_kv(
+    requests: int, kv_uses: list[float], replicas: float
+) -> None:
+    context = SimpleNamespace(
+        config=SimpleNamespace(target_ongoing_requests=16),
+        total_num_requests=requests,
+        aggregated_metrics={"kv_use": dict(enumerate(kv_uses))},
+    )
+    wanted, state = LoadPolicy(target_kv_use=0.8)(context)
+    assert (wanted, state) == (pytest.approx(replicas), {})
