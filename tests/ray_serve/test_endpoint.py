@@ -124,7 +124,9 @@ class FakeReplicas:
 
 
 class Served:
-    def __init__(self, endpoint: ClusterEndpoint, replicas: FakeReplicas, client: httpx.AsyncClient):
+    def __init__(
+        self, endpoint: ClusterEndpoint, replicas: FakeReplicas, client: httpx.AsyncClient
+    ):
         self.endpoint = endpoint
         self.replicas = replicas
         self.client = client

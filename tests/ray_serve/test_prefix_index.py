@@ -141,9 +141,7 @@ def test_replicas_that_are_gone_are_forgotten() -> None:
     assert (index.matched("a", HASHES), index.matched("b", HASHES)) == (0, 4)
 
 
-def ranked(
-    loads: dict[str, int], failed: tuple[str, ...] = (), **matches: int
-) -> list[list[str]]:
+def ranked(loads: dict[str, int], failed: tuple[str, ...] = (), **matches: int) -> list[list[str]]:
     index = PrefixIndex(max_age=60)
     for name, count in matches.items():
         index.add(name, HASHES[:count])

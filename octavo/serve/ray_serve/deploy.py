@@ -135,16 +135,18 @@ def autoscaling(options: RayOptions) -> AutoscalingConfig | None:
     policy = AutoscalingPolicy(
         policy_function=LOAD_POLICY, policy_kwargs={"target_kv_use": options.target_kv_use}
     )
-    return AutoscalingConfig(
-        min_replicas=options.replicas,
-        max_replicas=options.max_replicas,
-        target_ongoing_requests=options.target_requests,
-        upscale_delay_s=options.upscale_delay,
-        downscale_delay_s=options.downscale_delay,
-        look_back_period_s=min(max(options.upscale_delay, CHECK_SECONDS), 30.0),
-        metrics_interval_s=CHECK_SECONDS,
-        policy=policy,
-    )
+    window = min(max(options.upscale_delay, CHECK_SECONDS), 30.0)
+    settings: dict[str, Any] = {
+        "min_replicas": options.replicas,
+        "max_replicas": options.max_replicas,
+        "target_ongoing_requests": options.target_requests,
+        "upscale_delay_s": options.upscale_delay,
+        "downscale_delay_s": options.downscale_delay,
+        "look_back_period_s": window,  # The metrics of this time are averaged.
+        "metrics_interval_s": CHECK_SECONDS,
+        "policy": policy,
+    }
+    return AutoscalingConfig(**settings)
 
 
 def request_router(options: RayOptions) -> RequestRouterConfig:
