@@ -11,7 +11,6 @@ from typing import Any
 from ray.serve.request_router import (
     PendingRequest,
     ReplicaID,
-    ReplicaResult,
     RequestRouter,
     RunningReplica,
 )
@@ -44,7 +43,7 @@ class PrefixRouter(RequestRouter):
         return [[by_name[name] for name in group] for group in groups if group]
 
     def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         hashes, _ = routing_arguments(pending_request)
         self.index.add(replica_id.unique_id, hashes)
