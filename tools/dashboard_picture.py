@@ -22,13 +22,14 @@ from octavo.bench.picture import Axis, Panel, Series, draw, points
 
 DASHBOARD = Path(__file__).parent.parent / "deploy" / "grafana" / "dashboards" / "octavo.json"
 TITLES = (
-    ("Generated tokens per second", "Time to first token (TTFT)", "Inter-token latency (ITL)"),
-    ("Running sequences", "KV blocks in use", "Prefix cache hit rate"),
-    ("KV tiers: prompt tokens found", "Acceptance rate", "Refused requests per second"),
+    ("Generated tokens per second", "Running sequences"),
+    ("Time to first token (TTFT)", "Inter-token latency (ITL)"),
+    ("KV blocks in use", "Prefix cache hit rate"),
+    ("KV tiers: prompt tokens found", "Acceptance rate"),
 )
 SUBSTITUTES = {"$__rate_interval": "20s", "$worker": ".*"}
 UNITS = {"s": "seconds", "percentunit": "share", "reqps": "requests per second"}
-WIDTH = 420
+WIDTH = 620
 SECONDS = 120.0
 
 

@@ -132,7 +132,7 @@ def points(
 ) -> Panel:
     """Draw a mark for each point, and lines between the points if `connected`.
 
-    Labels are placed where they cover nothing.
+    A `mark_size` of 0 draws lines without marks. Labels are placed where they cover nothing.
     """
     all_points = [position for line in series for position in line.points]
     all_values = [value for position in all_points for value in position]
@@ -174,10 +174,11 @@ def points(
             labels.place_label(*pixel_position, label)
             for pixel_position, label in zip(pixels, line.labels, strict=False)
         ]
-        elements += [
-            f'<circle class="f{colour}" cx="{pixel_x:.1f}" cy="{pixel_y:.1f}" r="{mark_size:g}"/>'
-            for pixel_x, pixel_y in pixels
-        ]
+        if mark_size:
+            circle = f'<circle class="f{colour}" r="{mark_size:g}"'
+            elements += [
+                f'{circle} cx="{pixel_x:.1f}" cy="{pixel_y:.1f}"/>' for pixel_x, pixel_y in pixels
+            ]
     return Panel(width, HEIGHT, "\n".join(element for element in elements if element))
 
 

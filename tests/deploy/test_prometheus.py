@@ -144,11 +144,15 @@ def configuration(workers: list[Worker]) -> dict[str, Any]:
     config: dict[str, Any] = copy.deepcopy(read("prometheus/prometheus.yml"))
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(DEPLOY / "prometheus" / name) for name in config["rule_files"]]
-    # Labels that the Prometheus Operator adds to the metrics of a pod.
+    # The names of Compose, and labels that the Prometheus Operator adds to the metrics of a pod.
     config["scrape_configs"][0]["static_configs"] = [
         {
             "targets": [worker.url.removeprefix("http://")],
-            "labels": {"namespace": "default", "pod": f"octavo-{number}"},
+            "labels": {
+                "instance": f"worker-{number + 1}",
+                "namespace": "default",
+                "pod": f"octavo-{number}",
+            },
         }
         for number, worker in enumerate(workers)
     ]
