@@ -28,7 +28,49 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class Share:
+    """The part of one dimension of a weight that a rank of tensor parallelism holds."""
+
+    ranges: tuple[range, ...]
+    total: int  # the size of the whole dimension
+
+    @classmethod
+    def whole(cls, total: int) -> Share:
+        return cls((range(total),), total)
+
+    @classmethod
+    def joined(cls, *shares: Share) -> Share:
+        """Return the share of a dimension that consists of these dimensions, one after another."""
+        ranges: list[range] = []
+        total = 0
+        for share in shares:
+            ranges += [range(part.start + total, part.stop + total) for part in share.ranges]
+            total += share.total
+        return cls(tuple(ranges), total)
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.ranges))
+
+    @property
+    def is_part(self) -> bool:
+        return self.count < self.total
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The dimensions that tensor parallelism divides (octavo/model/tensor_parallel.py)."""
+
+    query: Share  # query heads times head dimension
+    key: Share  # KV heads times head dimension
+    intermediate: Share
+    vocabulary: Share
+
+
+@dataclass(frozen=True)
 class ModelConfig:
+    """The sizes of a model, or of the part of it that one rank of tensor parallelism holds."""
+
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -56,6 +98,21 @@ class ModelConfig:
     local_rope: RopeConfig | None = None  # for layers with a window, if they differ
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+    # Set if this is the config of one rank; the numbers of heads and the intermediate size are
+    # then those of the rank.
+    part: Shares | None = None
+
+    @property
+    def shares(self) -> Shares:
+        """The rows and columns of the weights that belong to this config: all, without a part."""
+        if self.part is not None:
+            return self.part
+        return Shares(
+            query=Share.whole(self.num_heads * self.head_dim),
+            key=Share.whole(self.num_kv_heads * self.head_dim),
+            intermediate=Share.whole(self.intermediate_size),
+            vocabulary=Share.whole(self.vocab_size),
+        )
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

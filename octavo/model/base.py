@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.config import ModelConfig
+from octavo.config import ModelConfig, Share
 from octavo.errors import ModelError, UnknownArchitecture
 from octavo.model import quant
 from octavo.model.checkpoint import StoredTensor
@@ -29,16 +29,50 @@ HEAD = "lm_head.weight"  # the name of the output head in a checkpoint
 HEAD_CHUNK = 64  # rows of the identity matrix that are multiplied at a time
 
 
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """The part of a checkpoint tensor that a rank of tensor parallelism holds."""
+
+    rows: Share
+    columns: Share | None = None  # None: the tensor has one dimension
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        columns = () if self.columns is None else (self.columns.total,)
+        return torch.Size((self.rows.total, *columns))
+
+    def take_rows(self, value: Tensor | QuantWeight) -> Any:
+        ranges = self.rows.ranges
+        if len(ranges) == 1:
+            return value[ranges[0].start : ranges[0].stop]
+        return value[torch.cat([torch.arange(part.start, part.stop) for part in ranges])]
+
+    def take_columns(self, value: Tensor | QuantWeight) -> Any:
+        if self.columns is None or not self.columns.is_part:
+            return value
+        (columns,) = self.columns.ranges
+        if isinstance(value, QuantWeight):
+            return value.columns(columns.start, columns.stop)
+        return value[:, columns.start : columns.stop]
+
+
 @dataclass(slots=True)
 class Slot:
     """The destination of one checkpoint tensor: a view of a weight.
 
-    The view has the shape that the tensor has after `transform`.
+    The view has the shape that the tensor has after `transform`, or the shape of its `part`.
     """
 
     dest: Tensor | QuantWeight
     transform: Callable[[Tensor], Tensor] | None = None
     matrix: Matrix | None = None  # the module whose weight `dest` is a part of
+    part: TensorPart | None = None  # None: this rank holds the whole tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape that the whole tensor has after `transform`."""
+        return self.dest.shape if self.part is None else self.part.shape
 
     def fill(self, value: Tensor | QuantWeight, rearranged: bool = False) -> None:
         """Copy a value into the slot, and quantise it where the destination is quantised.
@@ -49,6 +83,12 @@ class Slot:
         if self.transform is not None and not rearranged:
             assert isinstance(value, Tensor)
             value = self.transform(value)
+        if self.part is not None:
+            value = self.part.take_rows(value)
+            if isinstance(self.dest, QuantWeight) and isinstance(value, Tensor):
+                # A scale may belong to a whole row, so rows are quantised before they are divided.
+                value = quant.quantized(value, self.dest)
+            value = self.part.take_columns(value)
         if isinstance(self.dest, QuantWeight):
             quant.fill(self.dest, value)
         else:
@@ -75,22 +115,32 @@ class Matrix(nn.Module):
     """A module with one large weight [out, in], which may be quantised.
 
     `parts` lists the names of the checkpoint tensors that the weight consists of, in order, with
-    the number of outputs of each.
+    the number of outputs of each. A Share instead of a number means that this rank holds only some
+    of the inputs or outputs.
     """
 
-    def __init__(self, ops: Ops, inputs: int, parts: Mapping[str, int]):
+    def __init__(self, ops: Ops, inputs: int | Share, parts: Mapping[str, int | Share]):
         super().__init__()
         self.ops = ops
-        self.parts = dict(parts)
+        self.inputs = as_share(inputs)
+        self.outputs = {name: as_share(outputs) for name, outputs in parts.items()}
+        self.parts = {name: share.count for name, share in self.outputs.items()}
         self.weight: Any = nn.Parameter(
-            torch.empty(sum(parts.values()), inputs), requires_grad=False
+            torch.empty(sum(self.parts.values()), self.inputs.count), requires_grad=False
         )
+
+    def part(self, name: str) -> TensorPart | None:
+        """Return which part of a checkpoint tensor this rank holds, or None if it is all of it."""
+        rows = self.outputs[name]
+        is_part = rows.is_part or self.inputs.is_part
+        return TensorPart(rows, self.inputs) if is_part else None
 
     def quantize(self, formats: WeightFormat | list[WeightFormat], device: str) -> None:
         """Replace the weight by an empty one in this format, or with one format for each part.
 
         It is called before loading.
         """
+        self._check_groups([formats] if isinstance(formats, WeightFormat) else formats)
         with torch.device(device):
             outputs, inputs = self.weight.shape
             del self.weight
@@ -102,6 +152,25 @@ class Matrix(nn.Module):
                     for part_format, part_outputs in zip(formats, self.parts.values(), strict=True)
                 )
 
+    def _check_groups(self, formats: list[WeightFormat]) -> None:
+        """Raise ModelError if the inputs of this rank begin or end inside a group."""
+        for weight_format in formats:
+            for inputs in self.inputs.ranges:
+                is_last = inputs.stop == self.inputs.total
+                ends = (inputs.start,) if is_last else (inputs.start, inputs.stop)
+                group_size = weight_format.group_size or 1
+                if any(end % group_size for end in ends):
+                    raise ModelError(
+                        f"{', '.join(self.parts)} cannot be divided in the format {weight_format}: "
+                        f"a rank would hold the inputs {inputs.start} to {inputs.stop}, which are "
+                        f"not whole groups of {group_size}. Use another tensor_parallel_size, or "
+                        "another quantization such as int8 or none"
+                    )
+
+
+def as_share(size: int | Share) -> Share:
+    return size if isinstance(size, Share) else Share.whole(size)
+
 
 class CausalLM(nn.Module):
     """A model: `model(batch, kv) -> hidden [T, hidden]`, `model.logits(hidden) -> [T, vocab]`."""
@@ -112,6 +181,8 @@ class CausalLM(nn.Module):
     # The default dtype of the KV cache. It equals `dtype` unless finish_loading() changes it.
     kv_dtype: torch.dtype
     embed: Matrix  # token ids [T] -> [T, hidden], without positions
+    # Whether the modules are built from config.shares, so that ranks can divide the model.
+    supports_tensor_parallel = False
     # The layers whose input hidden states forward() stores in batch.captured; see capture().
     captured_layers: tuple[int, ...] = ()
 
@@ -167,7 +238,7 @@ class CausalLM(nn.Module):
 
         The product of the head and the identity matrix is the head.
         """
-        if self.config.tied:
+        if self.config.tied and self.config.part is None:
             return self.ops.embedding(token_ids, self.embed.weight)
         identity = torch.eye(self.config.hidden_size, device=token_ids.device, dtype=self.dtype)
         columns = [self.logits(rows)[:, token_ids] for rows in identity.split(HEAD_CHUNK)]

@@ -16,14 +16,20 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.config import ModelConfig, RopeConfig
+from octavo.config import ModelConfig, RopeConfig, Share
 from octavo.errors import ModelError
 from octavo.model.base import CausalLM, Slot, registry
 from octavo.model.fields import MAX_LAYERS, Fields
 from octavo.model.known_fields import refuse_fields
-from octavo.model.layers import Embedding, Linear, norm_weight, pack_weights
+from octavo.model.layers import (
+    Embedding,
+    Linear,
+    norm_weight,
+    pack_weights,
+    vocabulary_logits,
+)
 from octavo.model.rope import context_length, rope_config, rope_table
-from octavo.ops import ForwardBatch, Ops
+from octavo.ops import ForwardBatch, Ops, Watched
 from octavo.ops.fused_spec import DecoderLayer, DecoderSpec, Fused
 from octavo.ops.kv import KV
 
@@ -65,16 +71,17 @@ class TransformerLayer(nn.Module):
         self.ops = ops
         self.window = config.window(layer_index)
         hidden = config.hidden_size
-        intermediate = config.intermediate_size
-        query_size = config.num_heads * config.head_dim
-        key_size = config.num_kv_heads * config.head_dim
+        # Of a divided model, these are the heads and intermediate values of this rank.
+        query = config.shares.query
+        key = config.shares.key
+        intermediate = config.shares.intermediate
         self.qkv = Linear(
             ops,
             attention_inputs or hidden,
-            {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size},
+            {"q_proj": query, "k_proj": key, "v_proj": key},
             config.qkv_bias,
         )
-        self.out = Linear(ops, query_size, {"o_proj": hidden}, config.out_bias)
+        self.out = Linear(ops, query, {"o_proj": hidden}, config.out_bias)
         self.gate_up = Linear(
             ops, hidden, {"gate_proj": intermediate, "up_proj": intermediate}, config.mlp_bias
         )
@@ -186,17 +193,19 @@ class TransformerLayer(nn.Module):
 @registry.add(*DEFAULTS)
 class Decoder(CausalLM):
     tied_weight = "model.embed_tokens.weight"
+    supports_tensor_parallel = True
     embed: Embedding
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config, ops)
-        self.embed = Embedding(ops, config.vocab_size, config.hidden_size, config.embed_scale)
+        vocabulary = config.shares.vocabulary
+        self.embed = Embedding(ops, vocabulary, config.hidden_size, config.embed_scale)
         self.layers = nn.ModuleList(
             TransformerLayer(config, ops, layer_index) for layer_index in range(config.num_layers)
         )
         self.norm = norm_weight(config.hidden_size)
         self.head = (
-            None if config.tied else Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
+            None if config.tied else Linear(ops, config.hidden_size, {"lm_head": vocabulary})
         )
         self.register_buffer(
             "rope", rope_table(config.rope, config.head_dim, config.max_position), persistent=False
@@ -231,10 +240,17 @@ class Decoder(CausalLM):
                 batch.captured[:, self.captured_layers.index(layer_index)] = hidden
             last = batch.last if layer_index == len(self.layers) - 1 else None
             hidden = layer(hidden, batch, kv_cache[:, layer_index], self.table(layer_index), last)
+        if batch.watched is not None and self.config.part is not None:
+            self._average_mass(batch.watched, self.config.part.query)
         return self.ops.rms_norm(hidden, self.norm, self.config.norm_eps), None
 
+    def _average_mass(self, watched: Watched, heads: Share) -> None:
+        """Turn the mean over the heads of this rank into the mean over the heads of all ranks."""
+        watched.mass *= heads.count / heads.total
+        watched.mass = self.ops.ranks.all_reduce(watched.mass)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ops.logits(hidden, (self.head or self.embed).weight)
+        return vocabulary_logits(self.head or self.embed, hidden)
 
     def capture(self, layers: tuple[int, ...]) -> None:
         if not all(0 <= layer < self.config.num_layers for layer in layers):
@@ -276,8 +292,13 @@ class Decoder(CausalLM):
         return shorter
 
     def _fuse(self) -> Fused | None:
-        """Return a function that computes all layers in one call, if the backend can."""
+        """Return a function that computes all layers in one call, if the backend can.
+
+        The layers of a divided model wait for the other ranks, which such a function does not.
+        """
         config = self.config
+        if config.part is not None:
+            return None
         layers = [
             layer.spec(self.table(layer_index))
             for layer_index, layer in enumerate(cast("Iterable[TransformerLayer]", self.layers))
@@ -359,7 +380,8 @@ class Decoder(CausalLM):
             windows=windows(architecture, fields, num_layers),
             eos_ids=fields.token_ids("eos_token_id"),
             bos_id=next(iter(fields.token_ids("bos_token_id")), None),
-            **rope_configs,
+            rope=rope_configs["rope"],
+            local_rope=rope_configs.get("local_rope"),
         )
 
 

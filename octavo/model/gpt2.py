@@ -10,12 +10,18 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from octavo.config import ModelConfig
+from octavo.config import ModelConfig, Share
 from octavo.errors import ModelError
 from octavo.model.base import CausalLM, Slot, registry
 from octavo.model.fields import MAX_LAYERS, Fields
 from octavo.model.known_fields import refuse_fields
-from octavo.model.layers import Embedding, Linear, norm_weight, pack_weights
+from octavo.model.layers import (
+    Embedding,
+    Linear,
+    norm_weight,
+    pack_weights,
+    vocabulary_logits,
+)
 from octavo.ops import ForwardBatch, Ops
 from octavo.ops.kv import KV
 
@@ -42,11 +48,13 @@ class GPT2Layer(nn.Module):
         self.config = config
         self.ops = ops
         hidden = config.hidden_size
-        intermediate = config.intermediate_size
+        query = config.shares.query
+        key = config.shares.key
+        intermediate = config.shares.intermediate
         self.attn_norm = LayerNorm(ops, hidden, config.norm_eps)
         self.mlp_norm = LayerNorm(ops, hidden, config.norm_eps)
-        self.qkv = Linear(ops, hidden, {"c_attn": 3 * hidden}, bias=True)
-        self.out = Linear(ops, hidden, {"c_proj": hidden}, bias=True)
+        self.qkv = Linear(ops, hidden, {"c_attn": Share.joined(query, key, key)}, bias=True)
+        self.out = Linear(ops, query, {"c_proj": hidden}, bias=True)
         self.up = Linear(ops, hidden, {"c_fc": intermediate}, bias=True)
         self.down = Linear(ops, intermediate, {"c_proj": hidden}, bias=True)
 
@@ -72,16 +80,18 @@ class GPT2Layer(nn.Module):
 @registry.add("GPT2LMHeadModel")
 class GPT2(CausalLM):
     tied_weight = "transformer.wte.weight"
+    supports_tensor_parallel = True
     embed: Embedding
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config, ops)
-        self.embed = Embedding(ops, config.vocab_size, config.hidden_size)
+        vocabulary = config.shares.vocabulary
+        self.embed = Embedding(ops, vocabulary, config.hidden_size)
         self.positions = Embedding(ops, config.max_position, config.hidden_size)
         self.layers = nn.ModuleList(GPT2Layer(config, ops) for _ in range(config.num_layers))
         self.norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
         self.head = (
-            None if config.tied else Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
+            None if config.tied else Linear(ops, config.hidden_size, {"lm_head": vocabulary})
         )
 
     def forward(self, batch: ForwardBatch, kv_cache: KV) -> Tensor:
@@ -91,7 +101,7 @@ class GPT2(CausalLM):
         return self.norm(hidden if batch.last is None else hidden[batch.logit_indices])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ops.logits(hidden, (self.head or self.embed).weight)
+        return vocabulary_logits(self.head or self.embed, hidden)
 
     def weight_map(self) -> dict[str, Slot]:
         slots = {

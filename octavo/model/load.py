@@ -26,6 +26,7 @@ from octavo.model.base import CausalLM, Formats, build
 from octavo.model.checkpoint import Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
 from octavo.model.match import match_tensors
+from octavo.model.tensor_parallel import divide
 from octavo.model.tied import parse_checkpoint
 from octavo.ops import Ops
 from octavo.ops.cpu.cpu_features import instruction_set
@@ -203,6 +204,9 @@ def dummy_weights(model: CausalLM, seed: int = 0) -> None:
     They allow speed and memory to be measured without a checkpoint.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    if model.config.part is not None:
+        fill_parts(model, generator)
+        return
     for module in model.modules():
         if isinstance(module, QuantWeight):
             values = torch.empty(module.shape, device=module.codes.device)
@@ -212,6 +216,19 @@ def dummy_weights(model: CausalLM, seed: int = 0) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
+    model.finish_loading()
+    _give_memory_back()
+
+
+def fill_parts(model: CausalLM, generator: torch.Generator) -> None:
+    """Fill one rank's part of a model with random weights. What two ranks both hold is equal."""
+    for name, slot in model.weight_map().items():
+        values = torch.empty(slot.shape, device=generator.device)
+        if values.dim() == 1:
+            values.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            values.normal_(0.0, 0.02, generator=generator)
+        slot.fill(values, rearranged=True)
     model.finish_loading()
     _give_memory_back()
 
@@ -313,6 +330,9 @@ class LoadOptions:
     quantization: str | None = "none"
     revision: str | None = None  # the revision of a model on the hub
     seed: int = 0  # the seed of dummy weights
+    # The model is divided between so many ranks, and this one of them is loaded.
+    rank: int = 0
+    num_ranks: int = 1
 
 
 DEFAULT_OPTIONS = LoadOptions()
@@ -343,6 +363,10 @@ def load_model(
     model_class, config = parse_checkpoint(checkpoint)
     dtype: torch.dtype = getattr(torch, choose_dtype(options.dtype, config))
     formats = choose_formats(quant.parse(options.quantization), checkpoint, ops.name)
+    if options.num_ranks > 1:
+        check_divisible(model_class, config)
+        group_size = largest_group(quant.parse(options.quantization), checkpoint)
+        config = divide(config, options.rank, options.num_ranks, group_size)
     planned = outline(config, model_class, ops, dtype, formats)
     if options.load_format == "auto":
         match_tensors(planned, checkpoint)
@@ -354,6 +378,24 @@ def load_model(
     else:
         load_weights(built, checkpoint, progress)
     return built, checkpoint
+
+
+def check_divisible(model_class: type[CausalLM], config: ModelConfig) -> None:
+    if not model_class.supports_tensor_parallel:
+        raise ModelError(
+            f"{config.architecture} does not support tensor_parallel_size above 1: its class "
+            f"{model_class.__name__} is not built from config.shares. Use tensor_parallel_size 1"
+        )
+
+
+def largest_group(wanted: WeightFormat | str, checkpoint: Checkpoint) -> int:
+    """Return the largest number of inputs that may share a scale, or 1 for plain weights."""
+    formats = [tensor.format for tensor in checkpoint.tensors.values() if tensor.format is not None]
+    if isinstance(wanted, WeightFormat):
+        formats = [wanted]
+    if wanted == "none" or not formats:
+        return 1
+    return max(quant.EDGE_FORMAT.group_size, *(form.group_size for form in formats))
 
 
 def _find_checkpoint(model: str | Path | dict[str, Any] | None, options: LoadOptions) -> Checkpoint:

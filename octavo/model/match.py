@@ -25,16 +25,14 @@ def match_tensors(model: CausalLM, checkpoint: Checkpoint) -> dict[str, Slot]:
         if canonical in slots and canonical not in filled:
             filled.add(canonical)
             slot = places[name] = slots[canonical]
-            if (actual_shape := _shape_after(slot, tensor)) != slot.dest.shape:
+            if (actual_shape := _shape_after(slot, tensor)) != slot.shape:
                 rearranged = f", rearranged {actual_shape}" if actual_shape != tensor.shape else ""
                 misshapen.append(
-                    f"{name} {list(tensor.shape)}{rearranged}: must be {list(slot.dest.shape)}"
+                    f"{name} {list(tensor.shape)}{rearranged}: must be {list(slot.shape)}"
                 )
         elif canonical not in ignored:
             unexpected.append(f"{name} {list(tensor.shape)}")
-    missing = [
-        f"{name} {list(slot.dest.shape)}" for name, slot in slots.items() if name not in filled
-    ]
+    missing = [f"{name} {list(slot.shape)}" for name, slot in slots.items() if name not in filled]
     if missing or unexpected or misshapen:
         parts = [
             _report("missing", missing),

@@ -104,6 +104,14 @@ def fill(target: QuantWeight, value: Tensor | QuantWeight) -> None:
         _quantize(numbers[rows].to(device, torch.float32), target[rows])
 
 
+def quantized(values: Tensor, like: QuantWeight) -> QuantWeight:
+    """Return values [out, in] in the format of another weight, and on its device."""
+    with like.codes.device:
+        weight = QuantWeight.empty(like.format, *values.shape)
+    fill(weight, values)
+    return weight
+
+
 def _quantize(values: Tensor, target: QuantWeight) -> None:
     weight_format = target.format
     (outputs, inputs) = values.shape

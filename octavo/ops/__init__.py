@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from octavo.ops.collectives import Collectives
     from octavo.ops.fused_spec import DecoderSpec, Fused
     from octavo.ops.kv import KV
 
@@ -82,6 +83,8 @@ class Ops(Protocol):
     """
 
     name: str
+    # The ranks that hold the parts of a divided model (octavo/model/tensor_parallel.py).
+    ranks: Collectives
 
     def pack(self, weight: Any) -> Any:
         """Return weight [out, in] in the layout that this backend's linear() reads fastest.

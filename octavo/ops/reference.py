@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops import ForwardBatch, Watched
+from octavo.ops.collectives import Collectives, SingleRank
 from octavo.ops.fused_spec import DecoderSpec, Fused
 from octavo.ops.kv import KV, LARGEST, QuantKV, compress, expand
 from octavo.ops.weight import QuantWeight, dense
@@ -37,6 +38,7 @@ class Group(NamedTuple):
 
 class ReferenceOps:
     name = "reference"
+    ranks: Collectives = SingleRank()
 
     def pack(self, weight: Any) -> Any:
         return weight

@@ -94,6 +94,19 @@ class QuantWeight(nn.Module):
         least = None if self.least is None else self.least[rows]
         return QuantWeight(self.format, self.shape[1], self.codes[rows], self.scale[rows], least)
 
+    def columns(self, first: int, stop: int) -> QuantWeight:
+        """Return a view of some inputs, which must be whole groups."""
+        per_byte = 8 // self.format.bits
+        group_size = self.format.group_size
+        codes = self.codes[:, first // per_byte : -(-stop // per_byte)]
+        scale = self.scale
+        least = self.least
+        if group_size:
+            groups = slice(first // group_size, -(-stop // group_size))
+            scale = scale[:, groups]
+            least = None if least is None else least[:, groups]
+        return QuantWeight(self.format, stop - first, codes, scale, least)
+
     def unpacked(self) -> Tensor:
         """Return the codes, one in each byte: [out, in] uint8."""
         if self.format.bits == 8:
