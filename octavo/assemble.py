@@ -12,6 +12,7 @@ it has loaded, and `octavo plan` for a model without weights.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,12 +57,14 @@ from octavo.model.draft_head import DraftHead, load_draft_head
 from octavo.model.fingerprint import fingerprint
 from octavo.model.load import LoadOptions, load_model
 from octavo.ops import select
+from octavo.ops.collectives import Collectives, SingleRank
 from octavo.ops.kv import CODES, dtype_name
 from octavo.runner.canary import Canary
 from octavo.runner.disk import Disk
 from octavo.runner.drafter import Drafter, DraftModel, EarlyExit
 from octavo.runner.head_drafter import HeadDrafter
 from octavo.runner.kvstore import KVStore
+from octavo.runner.ranks import RankedRunner, Ranks
 from octavo.runner.runner import Runner
 from octavo.runner.shapes import RunnerLimits, held_logits
 from octavo.runner.tier_store import TierStore
@@ -364,7 +367,8 @@ def check_moves_keys(options: EngineOptions, model: ModelFacts, kv_dtype: str) -
 
 
 def resolve_tiers(options: EngineOptions, found: Resolved, device: DeviceFacts) -> Resolved:
-    """Add the host tier and the disk tier of the KV cache."""
+    """Add the host tier and the disk tier of the KV cache. All ranks together have the sizes of the
+    options, and `device` is the share of one rank."""
     memory = found.memory
     on_host = memory.kv if device.kind == "cpu" else 0
     if on_host > device.host_free:
@@ -377,8 +381,8 @@ def resolve_tiers(options: EngineOptions, found: Resolved, device: DeviceFacts) 
         options.swap_space,
         options.kv_disk_path,
         options.kv_disk_gib,
-        memory.block_bytes,
-        device.host_free - on_host,
+        memory.block_bytes * options.tensor_parallel_size,
+        (device.host_free - on_host) * options.tensor_parallel_size,
     )
     return replace(
         found,
@@ -398,16 +402,26 @@ class ModelOnDevice:
     drafter: CausalLM | None = None  # a draft head or a draft model
 
 
-def load(source: ModelSource, options: EngineOptions, progress: Progress) -> ModelOnDevice:
+def load(
+    source: ModelSource,
+    options: EngineOptions,
+    progress: Progress,
+    ranks: Collectives | None = None,
+) -> ModelOnDevice:
+    """Load a model, or the part of it that one of the `ranks` holds."""
     device = pick_device(options.device)
+    ranks = ranks or SingleRank()
+    ops = select(device.type)
+    ops.ranks = ranks
+    available = available_memory(device)[0]
     # A policy that cannot be loaded is reported before the weights are read.
     find_policy(options.scheduling_policy)
     model, checkpoint = load_model(
         source,
-        load_options(options, device),
-        ops=select(device.type),
+        replace(load_options(options, device), rank=ranks.rank, num_ranks=ranks.size),
+        ops=ops,
         progress=progress,
-        available=available_memory(device)[0],
+        available=available // ranks.size if device.type == "cpu" else available,
     )
     return with_drafter(ModelOnDevice(model, checkpoint, device), options)
 
@@ -621,6 +635,88 @@ def open_disk(loaded: ModelOnDevice, directory: Path, resolved: Resolved, kv: KV
     )
 
 
+def start_ranks(source: ModelSource, options: EngineOptions) -> Ranks | None:
+    """Start the other ranks of tensor parallelism, which load their parts meanwhile."""
+    size = options.tensor_parallel_size
+    if size == 1:
+        return None
+    device = pick_device(options.device)
+    environments: list[dict[str, str]]
+    if device.type == "cuda":
+        environments = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible_gpus(device, size)]
+    else:
+        # The ranks share the cores.
+        num_threads = max(1, torch.get_num_threads() // size)
+        torch.set_num_threads(num_threads)
+        environments = [{"OMP_NUM_THREADS": str(num_threads)}] * size
+    return Ranks(size, device.type, environments, job=(source, options))
+
+
+def visible_gpus(device: torch.device, size: int) -> list[str]:
+    """Return the name of each rank's GPU. Rank 0 has the first one."""
+    if device.index:
+        raise InvalidRequest(
+            f"tensor_parallel_size {size} uses the first {size} GPUs, so device cannot be "
+            f"{device}: use device cuda, and choose GPUs with CUDA_VISIBLE_DEVICES",
+            "device",
+        )
+    available = torch.cuda.device_count()
+    if available < size:
+        raise InvalidRequest(
+            f"tensor_parallel_size {size} needs {size} GPUs, and this process sees {available}: "
+            f"use at most {available}",
+            "tensor_parallel_size",
+        )
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = listed.split(",") if listed else [str(index) for index in range(available)]
+    return [name.strip() for name in names[:size]]
+
+
+def share_device(facts: list[DeviceFacts]) -> DeviceFacts:
+    """Return what each rank can count on. The ranks share host memory; each GPU has one rank."""
+    size = len(facts)
+    free = min(rank.free for rank in facts)
+    total = min(rank.total for rank in facts)
+    on_gpu = facts[0].kind == "cuda"
+    return DeviceFacts(
+        kind=facts[0].kind,
+        free=free if on_gpu else free // size,
+        total=total if on_gpu else total // size,
+        host_free=min(rank.host_free for rank in facts) // size,
+        graphs=False,
+    )
+
+
+@dataclass(frozen=True)
+class TierFacts:
+    """What the ranks must agree on before the first step."""
+
+    host_blocks: int
+    known_hashes: frozenset[bytes]  # on disk
+
+    @classmethod
+    def of(cls, runner: Runner) -> TierFacts:
+        tiers = runner.tiers
+        if tiers is None:
+            return cls(0, frozenset())
+        known_hashes = frozenset() if tiers.disk is None else tiers.disk.known_hashes
+        return cls(tiers.num_host_blocks, known_hashes)
+
+
+def agree_on_tiers(ranks: Ranks, runner: Runner) -> None:
+    """Wait until all ranks have built their runners, and keep the records that all of them have."""
+    own = TierFacts.of(runner)
+    others: list[TierFacts] = ranks.receive()
+    if any(other.host_blocks != own.host_blocks for other in others):
+        raise NotEnoughMemory(
+            "not every rank has memory for the host tier of the KV cache: lower swap_space "
+            "(--kv-host-gib)"
+        )
+    if runner.tiers is not None and runner.tiers.disk is not None:
+        known_hashes = [other.known_hashes for other in others]
+        runner.tiers.disk.known_hashes = own.known_hashes.intersection(*known_hashes)
+
+
 @dataclass(frozen=True)
 class EngineFactory:
     """Makes engines that share one runner. They share its batch slots and blocks too, so only one
@@ -631,6 +727,7 @@ class EngineFactory:
     vocab_size: int
     eos_ids: tuple[int, ...]
     seed: int
+    ranks: Ranks | None = None  # the other ranks of tensor parallelism
 
     def new_engine(self, schedule: ScheduleConfig, recorder: Recorder | None = None) -> Engine:
         """Return an engine with an empty prefix cache. It finds the KV that is on disk."""
@@ -638,7 +735,11 @@ class EngineFactory:
         store = self.runner.tiers
         if scheduler.tiers is not None and store is not None and store.disk is not None:
             scheduler.tiers.attach_store(store.disk.known_hashes, store.fetch_ids)
-        engine = Engine(scheduler, self.runner)
+        runner: Runner | RankedRunner = self.runner
+        if self.ranks is not None:
+            has_disk = store is not None and store.disk is not None
+            runner = RankedRunner(self.runner, self.ranks, has_disk)
+        engine = Engine(scheduler, runner)
         if recorder is not None:
             recorder.listen_to(engine.events, scheduler.clock, engine.host_time)
         return engine

@@ -94,6 +94,16 @@ class EngineOptions:
         str,
         Option("Device to run on: auto, cpu or cuda.", "Model", metavar="NAME", show_default=True),
     ] = "auto"
+    tensor_parallel_size: Annotated[
+        int,
+        Option(
+            "Ranks that divide the model: processes with one GPU each, or on the same CPU.",
+            "Model",
+            metavar="N",
+            show_default=True,
+            check=whole(1, 64),
+        ),
+    ] = 1
     revision: Annotated[
         str | None,
         Option("Branch, tag or commit of the model on huggingface.co.", "Model", metavar="NAME"),
@@ -458,13 +468,12 @@ class VllmKeywords(TypedDict, total=False):
     async_scheduling: Any
     hf_token: Any
     max_logprobs: Any
-    # These three are accepted only with the value that changes nothing.
-    tensor_parallel_size: Literal[1]
+    # These two are accepted only with the value that changes nothing.
     pipeline_parallel_size: Literal[1]
     enable_lora: Literal[False]
 
 
-ONLY_VALUE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_lora": False}
+ONLY_VALUE = {"pipeline_parallel_size": 1, "enable_lora": False}
 
 
 class EngineKeywords(VllmKeywords, total=False):
@@ -475,6 +484,7 @@ class EngineKeywords(VllmKeywords, total=False):
     dtype: str
     quantization: str | None
     device: str
+    tensor_parallel_size: int
     revision: str | None
     generation_config: str | os.PathLike[str]
     override_generation_config: dict[str, Any] | None

@@ -80,3 +80,7 @@ class DeviceOutOfMemory(OctavoError):
     """A step needs more memory than the device has. A smaller step may succeed."""
 
     code = "out_of_memory"
+
+
+class RankLost(OctavoError):
+    """A rank of tensor parallelism has ended, and the engine cannot continue without it."""

@@ -26,10 +26,13 @@ from octavo.assemble import (
     ModelOnDevice,
     ModelSource,
     Progress,
+    agree_on_tiers,
     build_runner,
     load,
     load_tokenizer,
     resolve,
+    share_device,
+    start_ranks,
     torch_dtype,
     with_drafter,
 )
@@ -44,6 +47,8 @@ from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutpu
 from octavo.params import BeamSearchParams, SamplingParams
 from octavo.prompt_reader import Message, Prompt, PromptReader, ReadPrompt, as_list
 from octavo.request_loop import RequestLoop, no_garbage_collection
+from octavo.runner.ranks import Ranks
+from octavo.runner.runner import Runner
 from octavo.text.guide import Guides
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Request
@@ -74,7 +79,14 @@ class LLM:
 
     def _start(self, source: ModelSource, options: EngineOptions, progress: Progress) -> None:
         recommended = read_generation_config(options.generation_config)
-        self._build(load(source, options, progress), options, recommended)
+        self.ranks = start_ranks(source, options)
+        try:
+            group = None if self.ranks is None else self.ranks.group
+            self._build(load(source, options, progress, group), options, recommended)
+        except BaseException:
+            if self.ranks is not None:
+                self.ranks.close()
+            raise
 
     def _build(
         self, loaded: ModelOnDevice, options: EngineOptions, recommended: dict[str, Any] | None
@@ -94,8 +106,15 @@ class LLM:
         end_ids = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *end_ids}))
         facts = ModelFacts.of(self.model, loaded.drafter)
-        resolved = resolve(options, facts, DeviceFacts.of(self.device, self.model.ops.name))
+        device_facts = DeviceFacts.of(self.device, self.model.ops.name)
+        if self.ranks is not None:
+            device_facts = share_device([device_facts, *self.ranks.receive()])
+        resolved = resolve(options, facts, device_facts)
+        if self.ranks is not None:
+            self.ranks.send(resolved)
         self.runner, resolved = build_runner(loaded, options, resolved)
+        if self.ranks is not None:
+            agree_on_tiers(self.ranks, self.runner)
         self.model_dtype = self.model.dtype
         self.kv_dtype = torch_dtype(resolved.requirements.kv_dtype)
         self.cache = resolved.cache
@@ -107,6 +126,7 @@ class LLM:
             vocab_size=self.config.vocab_size,
             eos_ids=self.eos_ids,
             seed=options.seed,
+            ranks=self.ranks,
         )
         recorder = None if options.record_trace is None else Recorder(options.record_trace)
         # Not a method of this object: a reference cycle would keep the memory of a deleted LLM.
@@ -115,17 +135,24 @@ class LLM:
         self.reader = PromptReader(self.tokenizer, options.parse_special)
         self.guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
         self._num_requests = 0
-        self._close: weakref.finalize[[], LLM] | None = None
-        if self.runner.tiers is not None:
+        self._close: weakref.finalize[..., LLM] | None = None
+        if self.runner.tiers is not None or self.ranks is not None:
             # Blocks that wait to be written are written when the interpreter ends, too.
-            self._close = weakref.finalize(self, self.runner.tiers.close)
+            self._close = weakref.finalize(self, close_runner, self.runner, self.ranks)
 
     def with_speculation(self, config: SpeculativeConfig | None) -> LLM:
         """Return another LLM that drafts in another way. It shares the weights and has its own KV
         cache, so the two may be compared in one process."""
+        if self.ranks is not None:
+            raise InvalidRequest(
+                "with_speculation needs tensor_parallel_size 1: make another LLM with this "
+                "speculative_config",
+                "speculative_config",
+            )
         options = replace(self.options, speculative_config=config)
         recommended = read_generation_config(options.generation_config)
         llm = LLM.__new__(LLM)
+        llm.ranks = None
         loaded = ModelOnDevice(self.model, self.checkpoint, self.device)
         llm._build(with_drafter(loaded, options), options, recommended)
         return llm
@@ -142,16 +169,17 @@ class LLM:
 
     def close(self) -> None:
         """Write the prefix cache of an idle engine to disk, as far as it fits into host memory at
-        once, and end the threads that write. Without a disk tier there is nothing to do."""
+        once, and end the threads that write and the other ranks. Without a disk tier and without
+        tensor parallelism there is nothing to do."""
         if self._close is None or not self._close.alive:
             return
         try:
             # Steps of requests that were interrupted may still be in flight.
             while not self.engine.idle and not self.engine.scheduler.live:
                 self.step()
-            if self.engine.idle:
+            if self.engine.idle and self.runner.tiers is not None:
                 plan = self.engine.scheduler.flush()
-                self.engine.scheduler.commit(plan, self.runner.launch(plan).wait())
+                self.engine.scheduler.commit(plan, self.engine.runner.launch(plan).wait())
         finally:
             self._close()
 
@@ -396,6 +424,13 @@ class LLM:
             guide=guide,
             offline=offline,
         )
+
+
+def close_runner(runner: Runner, ranks: Ranks | None) -> None:
+    if runner.tiers is not None:
+        runner.tiers.close()
+    if ranks is not None:
+        ranks.close()
 
 
 def refuse_adapters(lora_request: None) -> None:

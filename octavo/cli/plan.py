@@ -93,10 +93,11 @@ class ModelOutline:
         except CheckpointError:
             self.checkpoint = open_checkpoint(model, revision, weights=False)
         self.model_class, self.config = parse_checkpoint(self.checkpoint)
-        self._facts: dict[tuple[str, str, str], ModelFacts] = {}
+        self._facts: dict[tuple[str, str, str, int], ModelFacts] = {}
 
     def facts(self, options: EngineOptions, kind: str) -> ModelFacts:
-        key = (options.dtype, options.quantization, kind)
+        """Return the facts of the model, or of the largest part that a rank holds."""
+        key = (options.dtype, options.quantization, kind, options.tensor_parallel_size)
         if key not in self._facts:
             draft = self._measure_draft(options.speculative_config, options, kind)
             self._facts[key] = replace(self._measure(options, kind), draft=draft)
@@ -117,7 +118,8 @@ class ModelOutline:
         if speculative is None or speculative.method not in ("head", "draft_model"):
             return None
         if speculative.method == "draft_model":
-            model = ModelOutline(speculative.model, None)._measure(options, kind)
+            whole = replace(options, tensor_parallel_size=1)  # every rank has all of it
+            model = ModelOutline(speculative.model, None)._measure(whole, kind)
             kv_per_token = model.config.kv_bytes_per_token(model.kv_dtype)
             return DraftFacts(model.config.max_position, model.weights, kv_per_token)
         checkpoint = open_checkpoint(find_draft_head(self.checkpoint, speculative))
@@ -131,7 +133,14 @@ class ModelOutline:
 
         from octavo.assemble import ModelFacts, resolve_dtype
         from octavo.model import quant
-        from octavo.model.load import choose_dtype, choose_formats, outline
+        from octavo.model.load import (
+            check_divisible,
+            choose_dtype,
+            choose_formats,
+            largest_group,
+            outline,
+        )
+        from octavo.model.tensor_parallel import divide_all
         from octavo.ops import select
         from octavo.ops.reference import ReferenceOps
 
@@ -139,13 +148,21 @@ class ModelOutline:
         formats = choose_formats(quant.parse(options.quantization), self.checkpoint, kind)
         # The kernels for a GPU cannot be imported on every machine.
         ops = select("cpu") if kind == "cpu" else ReferenceOps()
-        facts = ModelFacts.of(
-            outline(self.config, self.model_class, ops, getattr(torch, dtype), formats)
-        )
+        num_ranks = options.tensor_parallel_size
+        if num_ranks > 1:
+            check_divisible(self.model_class, self.config)
+        group_size = largest_group(quant.parse(options.quantization), self.checkpoint)
+        parts = [
+            ModelFacts.of(outline(config, self.model_class, ops, getattr(torch, dtype), formats))
+            for config in divide_all(self.config, num_ranks, group_size)
+        ]
+        # Rank 0 has the most KV heads. Another rank may have more weights.
+        facts = replace(parts[0], weights=max(part.weights for part in parts))
         if kind == "cuda":
             # The kernels read plain KV only in the data type of the activations.
             return replace(facts, kv_dtypes=(dtype, *KV_CODES))
-        if dtype == "float32" and formats is not None and self._computes_whole_layers():
+        is_fused = num_ranks == 1 and formats is not None and self._computes_whole_layers()
+        if dtype == "float32" and is_fused:
             return replace(facts, kv_dtype="float16")
         return facts
 
@@ -165,15 +182,30 @@ class ModelOutline:
 
 @dataclass(frozen=True)
 class TargetDevice:
-    """The device to plan for, before any weights are loaded. Sizes are in bytes."""
+    """The device to plan for, before any weights are loaded. Sizes are in bytes, for one rank."""
 
     kind: str  # "cuda" or "cpu"
     free: int
     total: int
     host_free: int
+    num_ranks: int = 1
 
     @classmethod
     def of(cls, options: EngineOptions, device_memory: int | None) -> TargetDevice:
+        """Every rank has a GPU of its own, and the ranks share the memory of a CPU."""
+        whole = cls.measure(options, device_memory)
+        num_ranks = options.tensor_parallel_size
+        sharing = num_ranks if whole.kind == "cpu" else 1
+        return cls(
+            kind=whole.kind,
+            free=whole.free // sharing,
+            total=whole.total // sharing,
+            host_free=whole.host_free // num_ranks,
+            num_ranks=num_ranks,
+        )
+
+    @classmethod
+    def measure(cls, options: EngineOptions, device_memory: int | None) -> TargetDevice:
         import torch
 
         from octavo.memory import available_memory
@@ -205,7 +237,7 @@ class TargetDevice:
             free=free,
             total=self.total,
             host_free=free if self.kind == "cpu" else self.host_free,
-            graphs=self.kind == "cuda",
+            graphs=self.kind == "cuda" and self.num_ranks == 1,
         )
 
 
@@ -305,13 +337,15 @@ class Planner:
     def describe(self, options: EngineOptions, name: str) -> dict[str, Any]:
         """Describe the model, the device and what the options ask for."""
         model = self.outline.facts(options, self.target.kind)
+        whole = self.outline.facts(replace(options, tensor_parallel_size=1), self.target.kind)
         needs = self.requirements(options)
         on_gpu = self.target.kind == "cuda"
         speculative = needs.schedule.speculative
         return {
             "model": name,
             "architecture": model.config.architecture,
-            "parameters": model.parameters,
+            "parameters": whole.parameters,
+            "tensor_parallel_size": options.tensor_parallel_size,
             "dtype": model.dtype,
             "quantization": options.quantization,
             "device": self.target.kind,
@@ -359,6 +393,8 @@ def show(report: dict[str, Any]) -> None:
         f"[bold]{report['model']}[/bold]: {short(report['parameters'])} parameters, "
         f"{report['architecture']}, {report['dtype']}"
     )
+    if report["tensor_parallel_size"] > 1:
+        say(f"tensor parallelism: {report['tensor_parallel_size']} ranks. Each of them has:")
     if report["speculative"]:
         say(f"speculative decoding: {report['speculative']}")
     table(None, ("", "", ""), memory_rows(report), left=(0, 2), dim=(2,))

@@ -26,7 +26,7 @@ from octavo.model.base import CausalLM, Formats, build
 from octavo.model.checkpoint import Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
 from octavo.model.match import match_tensors
-from octavo.model.tensor_parallel import divide
+from octavo.model.tensor_parallel import divide_all
 from octavo.model.tied import parse_checkpoint
 from octavo.ops import Ops
 from octavo.ops.cpu.cpu_features import instruction_set
@@ -366,7 +366,7 @@ def load_model(
     if options.num_ranks > 1:
         check_divisible(model_class, config)
         group_size = largest_group(quant.parse(options.quantization), checkpoint)
-        config = divide(config, options.rank, options.num_ranks, group_size)
+        config = divide_all(config, options.num_ranks, group_size)[options.rank]
     planned = outline(config, model_class, ops, dtype, formats)
     if options.load_format == "auto":
         match_tensors(planned, checkpoint)

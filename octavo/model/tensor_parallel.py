@@ -47,6 +47,11 @@ def divide(config: ModelConfig, rank: int, num_ranks: int, group_size: int = 1) 
     )
 
 
+def divide_all(config: ModelConfig, num_ranks: int, group_size: int = 1) -> list[ModelConfig]:
+    """Return the config of every rank. Raises ModelError if one of them would have nothing."""
+    return [divide(config, rank, num_ranks, group_size) for rank in range(num_ranks)]
+
+
 def divide_heads(config: ModelConfig, rank: int, num_ranks: int) -> tuple[range, range]:
     """Return the query heads and the KV heads of a rank.
 

@@ -56,6 +56,8 @@ class RankGroup:
         self.size = size
         store = torch.distributed.FileStore(store_path, size)
         self._group = open_group(store, rank, size, device, timedelta(seconds=timeout))
+        # NCCL connects in the first collective, and needs the store for it.
+        self.all_reduce(torch.zeros(1, device=device))
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         total = partial.contiguous()
@@ -63,9 +65,10 @@ class RankGroup:
         return total
 
     def all_gather(self, part: Tensor) -> Tensor:
-        gathered = part.new_empty(self.size, *part.shape)
+        rows, width = part.shape
+        gathered = part.new_empty(self.size * rows, width)
         self._group._allgather_base(gathered, part.contiguous()).wait()
-        return gathered.transpose(0, 1).flatten(1)
+        return gathered.view(self.size, rows, width).transpose(0, 1).flatten(1)
 
     def abort(self) -> None:
         """Let collectives that wait for another rank fail. Another thread may call it."""

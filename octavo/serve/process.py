@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
-import sys
 import threading
 import time
 from contextlib import suppress
 
-PR_SET_PDEATHSIG = 1
 M_MMAP_THRESHOLD = -3
 TRIM_SECONDS = 30.0
-
-
-def die_with_parent() -> None:
-    """Make the kernel kill this process when the front process dies.
-
-    This is possible only on Linux. On other systems the closed socket ends the process.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:  # The front process died before the call.
-            os._exit(1)
 
 
 def return_large_blocks(threshold: int = 256 * 2**10) -> None:

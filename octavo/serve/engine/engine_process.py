@@ -35,6 +35,7 @@ from octavo.core.speculation import DraftCounters
 from octavo.core.tier_index import TierIndex
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.params import SamplingParams
+from octavo.parent_process import die_with_parent
 from octavo.serve.channel.messages import (
     Abort,
     Accepted,
@@ -56,7 +57,7 @@ from octavo.serve.channel.messages import (
 from octavo.serve.channel.sockets import EngineLink
 from octavo.serve.engine.live_view import Viewer
 from octavo.serve.engine.step_reports import LongSteps, StepCounts
-from octavo.serve.process import die_with_parent, return_free_memory
+from octavo.serve.process import return_free_memory
 from octavo.types import Guide, Output, Request, Sequence
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 0.25
+LOST_EXIT = 3  # the exit code after the device or a rank is lost
 # Operations per second of the slowest core and the slowest GPU that are supported.
 SLOWEST = {"cpu": 5e9, "cuda": 5e13}
 POLL_SECONDS = 0.002  # An idle engine checks this often whether guides are compiled.
@@ -499,10 +501,12 @@ def slowest_token(llm: LLM) -> float:
 
 
 def device_alive(llm: LLM) -> bool:
-    """Return whether the device is still usable.
+    """Return whether the device and all ranks are still usable.
 
     After a fatal error on a GPU, every later call in the same process fails too.
     """
+    if llm.ranks is not None and llm.ranks.is_lost:
+        return False
     if llm.device.type != "cuda":
         return True
     import torch
@@ -512,6 +516,12 @@ def device_alive(llm: LLM) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def exit_without_rank(reason: str) -> None:
+    """End this process after a rank has ended. The supervisor then restarts all ranks."""
+    log.critical("%s: the engine process exits, and a new one is started", reason)
+    os._exit(LOST_EXIT)  # The main thread may wait for the rank.
 
 
 def main(end: str, stacks: int) -> int:
@@ -550,6 +560,8 @@ def main(end: str, stacks: int) -> int:
         kv_publisher=kv_publisher,
     )
     loop.alive = lambda: device_alive(llm)
+    if llm.ranks is not None:
+        llm.ranks.on_loss = exit_without_rank
     heartbeats.loop = loop
     gc.collect()
     # These objects are permanent. Visiting them takes the collector 50 ms or more during a step.
@@ -560,7 +572,7 @@ def main(end: str, stacks: int) -> int:
         loop.run()
     except DeviceLost as error:
         log.critical("%s: the engine process exits, and a new one is started", error)
-        os._exit(3)  # A normal exit would use the device, and would hang.
+        os._exit(LOST_EXIT)  # A normal exit would use the device, and would hang.
     if kv_publisher is not None:
         kv_publisher.close()
     llm.close()

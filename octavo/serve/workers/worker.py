@@ -22,6 +22,7 @@ from typing import BinaryIO
 import msgspec
 
 from octavo.errors import InvalidRequest
+from octavo.parent_process import die_with_parent
 from octavo.serve.api.api_errors import ApiError, api_error
 from octavo.serve.channel.jobs import (
     Detokenize,
@@ -36,7 +37,6 @@ from octavo.serve.channel.jobs import (
     encode,
 )
 from octavo.serve.channel.sockets import LENGTH, frame
-from octavo.serve.process import die_with_parent
 from octavo.serve.workers.handlers import HANDLERS, Context
 
 RETAINED = 64 * 2**20  # Between jobs a process may use this many bytes more than at its start.

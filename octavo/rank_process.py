@@ -1,0 +1,78 @@
+"""The main program of a rank of tensor parallelism other than rank 0.
+
+The process loads its part of the model, builds the same runner as rank 0, and executes the plans
+that rank 0 sends. It knows neither requests nor text. It ends when rank 0 closes the pipe or dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from multiprocessing.connection import Connection
+
+from octavo.assemble import DeviceFacts, Resolved, TierFacts, build_runner, load
+from octavo.errors import OctavoError
+from octavo.ops.collectives import RankGroup
+from octavo.parent_process import die_with_parent
+from octavo.runner.ranks import COLLECTIVE_TIMEOUT, RankFailed, RankReport, RankStart
+from octavo.runner.runner import Runner, StepHandle
+
+
+def prepare(start: RankStart, connection: Connection) -> tuple[Runner, Resolved]:
+    """Load this rank's part of the model, and build a runner of the size that rank 0 decides."""
+    source, options = start.job
+    group = RankGroup(
+        store_path=start.store_path,
+        rank=start.rank,
+        size=start.size,
+        device=start.device,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    loaded = load(source, options, progress=False, ranks=group)
+    connection.send(DeviceFacts.of(loaded.device, loaded.model.ops.name))
+    runner, resolved = build_runner(loaded, options, connection.recv())
+    connection.send(TierFacts.of(runner))
+    return runner, resolved
+
+
+def run_plans(runner: Runner, connection: Connection, depth: int) -> None:
+    """Execute plans until rank 0 closes the pipe. Up to `depth` steps are in flight."""
+    reports_disk = runner.tiers is not None and runner.tiers.disk is not None
+    in_flight: deque[StepHandle] = deque()
+    while True:
+        while in_flight and (len(in_flight) >= depth or not connection.poll()):
+            result = in_flight.popleft().wait()
+            if reports_disk:
+                events = [event for event in result.disk_events if event.kind != "listed"]
+                connection.send(RankReport(events, result.corrupt_host_blocks))
+        in_flight.append(runner.launch(connection.recv()))
+
+
+def main(descriptor: int) -> int:
+    """Run a rank. `descriptor` is its end of the pipe."""
+    die_with_parent()
+    connection = Connection(descriptor)
+    try:
+        start: RankStart = connection.recv()
+        logging.basicConfig(
+            level=logging.WARNING, format=f"rank {start.rank}: %(levelname)s %(message)s"
+        )
+        connection.send("started")
+        try:
+            runner, resolved = prepare(start, connection)
+        except OctavoError as error:
+            connection.send(RankFailed(str(error)))
+            return 1
+        try:
+            run_plans(runner, connection, resolved.schedule.depth)
+        finally:
+            if runner.tiers is not None:
+                runner.tiers.close()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

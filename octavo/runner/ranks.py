@@ -1,0 +1,281 @@
+"""The ranks of tensor parallelism, as rank 0 sees them: processes that execute the same plans.
+
+    rank 0        this process: the scheduler, and a runner with a part of the model
+    rank 1 ...    octavo/rank_process.py: a runner with another part of the model
+
+A pipe carries each plan to each rank. Every rank computes the same logits and samples the same
+tokens, because noise depends on seed and position only, so nothing comes back but disk events.
+
+The thread that starts a process waits for its end. If a rank ends, its collectives fail on the
+other ranks, and the engine cannot continue: every later step raises RankLost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NamedTuple
+
+from octavo.errors import OctavoError, RankLost
+from octavo.ops.collectives import RankGroup
+from octavo.runner.disk_agreement import DiskAgreement
+from octavo.runner.runner import Runner, StepHandle
+from octavo.types import DiskEvent, Plan, StepResult
+
+log = logging.getLogger(__name__)
+PROGRAM = "octavo.rank_process"
+COLLECTIVE_TIMEOUT = 600.0  # seconds that a collective waits for the slowest rank
+END_SECONDS = 15.0  # A rank has this time to write KV to disk and to end.
+LOSS_SECONDS = 2.0  # The end of a rank is noticed this long after a failed collective at most.
+
+
+class RankStart(NamedTuple):
+    """The first message to a rank."""
+
+    rank: int
+    size: int
+    store_path: str
+    device: str  # "cpu" or "cuda"
+    job: Any  # what octavo/rank_process.py loads
+
+
+class RankFailed(NamedTuple):
+    """A rank's last message if it cannot serve the model."""
+
+    message: str
+
+
+class RankReport(NamedTuple):
+    """What a rank reports after a step if there is a disk tier."""
+
+    disk_events: list[DiskEvent]
+    corrupt_host_blocks: set[int]
+
+
+class Ranks:
+    """All ranks but rank 0, and the group that connects them with it."""
+
+    def __init__(self, size: int, device: str, environments: Sequence[Mapping[str, str]], job: Any):
+        """Start the processes and connect them.
+
+        `environments` has the additional environment variables of each rank. `job` is passed to
+        octavo/rank_process.py.
+        """
+        self.size = size
+        self.on_loss: Callable[[str], None] | None = None  # called in a thread, with the reason
+        self._lost = threading.Event()
+        self._reason = ""
+        self._closing = False
+        self._lock = threading.Lock()
+        self._directory = tempfile.TemporaryDirectory(prefix="octavo-ranks-")
+        store_path = os.path.join(self._directory.name, "store")
+        self._connections: dict[int, Connection] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._threads: list[threading.Thread] = []
+        self.group: RankGroup | None = None
+        try:
+            for rank in range(1, size):
+                self._start(rank, environments[rank])
+            for rank, connection in self._connections.items():
+                start = RankStart(rank, size, store_path, device, job)
+                self._send_bytes(connection, pickle.dumps(start))
+            self.receive()  # Every rank has started.
+            self.group = RankGroup(store_path, 0, size, device, COLLECTIVE_TIMEOUT)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._directory.cleanup()  # Only connecting needs it.
+
+    def _start(self, rank: int, environment: Mapping[str, str]) -> None:
+        ours, theirs = Pipe()
+        self._connections[rank] = ours
+        started = threading.Event()
+        thread = threading.Thread(
+            target=self._run,
+            args=(rank, environment, theirs, started),
+            daemon=True,
+            name=f"rank-{rank}",
+        )
+        self._threads.append(thread)
+        thread.start()
+        started.wait()
+
+    def _run(
+        self,
+        rank: int,
+        environment: Mapping[str, str],
+        theirs: Connection,
+        started: threading.Event,
+    ) -> None:
+        """Start a process and wait for its end, in a thread of its own.
+
+        Linux kills the process when this thread ends (octavo/parent_process.py).
+        """
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", PROGRAM, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # An interrupt from the terminal is for rank 0.
+            )
+        except OSError as error:
+            self.lose(f"rank {rank} cannot be started: {error}")
+            return
+        finally:
+            theirs.close()
+            started.set()
+        self._processes[rank] = process
+        code = process.wait()
+        if not self._closing:
+            self.lose(f"rank {rank} (process {process.pid}) has ended: {describe_end(code)}")
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def send(self, message: Any) -> None:
+        """Send a message to every rank. Raises RankLost if a rank has ended."""
+        self.check()
+        data = pickle.dumps(message)
+        for connection in self._connections.values():
+            self._send_bytes(connection, data)
+
+    def _send_bytes(self, connection: Connection, data: bytes) -> None:
+        try:
+            connection.send_bytes(data)
+        except OSError:
+            raise self.loss() from None
+
+    def receive(self) -> list[Any]:
+        """Return the next message of each rank, in order."""
+        messages = []
+        for rank, connection in self._connections.items():
+            try:
+                message = connection.recv()
+            except (EOFError, OSError):
+                raise self.loss() from None
+            if isinstance(message, RankFailed):
+                raise OctavoError(f"rank {rank} cannot serve the model: {message.message}")
+            messages.append(message)
+        return messages
+
+    # ---- the end of a rank -----------------------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost.is_set()
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise self.loss()
+
+    def wait_for_loss(self) -> None:
+        """Wait until the end of a rank is noticed. A collective fails a little earlier."""
+        self._lost.wait(LOSS_SECONDS)
+
+    def loss(self) -> RankLost:
+        """Return the error that names the rank that has ended."""
+        self.wait_for_loss()
+        reason = self._reason or "a rank of tensor parallelism does not answer"
+        return RankLost(f"{reason}. The engine has stopped: make a new one")
+
+    def lose(self, reason: str) -> None:
+        """Stop all ranks, because one of them has ended or has not executed a plan."""
+        with self._lock:
+            if self.is_lost or self._closing:
+                return
+            self._reason = reason
+            self._lost.set()
+        if self.on_loss is not None:
+            self.on_loss(reason)
+        log.critical("%s: the engine stops", reason)
+        if self.group is not None:
+            self.group.abort()
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+
+    def close(self) -> None:
+        """End all ranks. A closed pipe tells them to write what waits to be written, and to end."""
+        with self._lock:
+            self._closing = True
+            if not self._reason:
+                self._reason = "the ranks of tensor parallelism were closed"
+            self._lost.set()
+        for connection in self._connections.values():
+            connection.close()
+        for thread in self._threads:
+            thread.join(END_SECONDS)
+        self._kill()
+
+
+def describe_end(code: int) -> str:
+    if code >= 0:
+        return f"exit {code}, see its messages above"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+# ---- running plans ---------------------------------------------------------------------------
+
+
+class RankedRunner:
+    """Runs each plan on all ranks. The engine sees one runner."""
+
+    def __init__(self, runner: Runner, ranks: Ranks, has_disk: bool):
+        """`runner` is that of rank 0. `has_disk` means that there is a disk tier."""
+        self.runner = runner
+        self.ranks = ranks
+        self.agreement = DiskAgreement(ranks.size) if has_disk else None
+
+    def launch(self, plan: Plan) -> RankedHandle:
+        """Launch a step on all ranks. Any failure is final: other ranks would wait for this one."""
+        self.ranks.send(plan)
+        try:
+            return RankedHandle(self, self.runner.launch(plan))
+        except BaseException as error:
+            raise self.failure(error) from error
+
+    def failure(self, error: BaseException) -> BaseException:
+        """Stop all ranks after an error in a step. Return the error to raise."""
+        if isinstance(error, RankLost):
+            return error
+        if isinstance(error, RuntimeError):
+            self.ranks.wait_for_loss()
+        self.ranks.lose(f"a step of rank 0 failed ({type(error).__name__}: {error})")
+        return self.ranks.loss() if isinstance(error, Exception) else error
+
+
+class RankedHandle:
+    """A step that all ranks have launched."""
+
+    def __init__(self, owner: RankedRunner, handle: StepHandle):
+        self.owner = owner
+        self.handle = handle
+
+    def wait(self) -> StepResult:
+        owner = self.owner
+        try:
+            result = self.handle.wait()
+            if owner.agreement is not None:
+                reports: list[RankReport] = owner.ranks.receive()
+                events = [result.disk_events, *(report.disk_events for report in reports)]
+                result.disk_events = owner.agreement.combine(events)
+                for report in reports:
+                    result.corrupt_host_blocks |= report.corrupt_host_blocks
+        except BaseException as error:
+            raise owner.failure(error) from error
+        return result
