@@ -9,9 +9,12 @@ for the memory does nothing."""
 
 from __future__ import annotations
 
+import pickle
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from octavo.errors import DeviceOutOfMemory
 from octavo.types import DiskEvent, Fetch, NewSlot, Plan, Save, StepResult, TokenLogprobs
@@ -70,6 +73,7 @@ class FakeRunner:
         self.kv: list[Entries] = [[None] * block_size for _ in range(num_blocks + 1)]
         self.size = block_size
         self.rows: dict[int, Row] = {}
+        self.sampled: list[list[list[int]]] = []  # by step
         self.empty: Entries = [None] * block_size
         self.host: list[Entries] = [self.empty for _ in range(host_blocks)]
         self.spoilt: set[int] = set()  # slots
@@ -144,6 +148,7 @@ class FakeRunner:
                     TokenLogprobs(t, -float(start + k), 1, []) for k, t in enumerate(after)
                 ]
         self._ask_disk(plan)
+        self.sampled.append(tokens)
         result = StepResult(
             tokens,
             logprobs,
@@ -173,7 +178,8 @@ class FakeRunner:
         for _ in range(count):
             entries = [(token, p) for p, token in enumerate(text)]
             right = oracle.model(entries, row.seed, None, row.offset + len(text))
-            text.append(right if self.dice.random() < 0.7 else self.dice.randrange(oracle.VOCAB))
+            dice = random.Random(f"{row.seed} {len(text)}")  # every rank drafts the same
+            text.append(right if dice.random() < 0.7 else dice.randrange(oracle.VOCAB))
         return text[len(row.tokens) :]
 
     # ---- tiers -----------------------------------------------------------------------------------
@@ -264,6 +270,35 @@ class FakeRunner:
             r.num_logprobs,
             r.dropped_tokens,
         )
+
+
+class FakeRanks:
+    """The other ranks of tensor parallelism, in place of octavo.runner.ranks.Ranks. A rank is a
+    runner that gets a copy of each plan and nothing else."""
+
+    def __init__(self, runners: list[FakeRunner], depth: int):
+        self.runners, self.depth = runners, depth
+        self.size = 1 + len(runners)
+        self.has_disk = any(runner.disk is not None for runner in runners)
+        self.in_flight: deque[list[Handle]] = deque()
+
+    def send(self, plan: Plan) -> None:
+        data = pickle.dumps(plan)
+        if not self.has_disk and len(self.in_flight) >= self.depth:
+            self.receive()
+        self.in_flight.append([runner.launch(pickle.loads(data)) for runner in self.runners])
+
+    def receive(self) -> list[Any]:
+        from octavo.runner.ranks import RankReport  # imports torch, which few tests need
+
+        results = [handle.wait() for handle in self.in_flight.popleft()]
+        return [RankReport(result.disk_events, result.corrupt_host_blocks) for result in results]
+
+    def wait_for_loss(self) -> None:
+        raise AssertionError("no rank is lost")
+
+    def lose(self, reason: str) -> None:
+        raise AssertionError(reason)
 
 
 def ranked(logprobs: list[float], count: int) -> TokenLogprobs:

@@ -115,12 +115,14 @@ def test_options_of_vllm_without_effect_are_accepted_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        options = from_keywords({"trust_remote_code": True, "tensor_parallel_size": 1, "depth": 2})
+        options = from_keywords(
+            {"trust_remote_code": True, "pipeline_parallel_size": 1, "depth": 2}
+        )
     assert options == EngineOptions(depth=2)
-    assert "options without effect here: tensor_parallel_size, trust_remote_code" in caplog.text
+    assert "options without effect here: pipeline_parallel_size, trust_remote_code" in caplog.text
 
 
-@pytest.mark.parametrize("given", [{"tensor_parallel_size": 2}, {"enable_lora": True}, {"no": 1}])
+@pytest.mark.parametrize("given", [{"pipeline_parallel_size": 2}, {"enable_lora": True}, {"no": 1}])
 def test_options_that_would_have_an_effect_are_refused_by_name(given: dict[str, Any]) -> None:
     with pytest.raises(
         InvalidRequest, match=f"does not support these options: {next(iter(given))}"

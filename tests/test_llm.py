@@ -648,7 +648,9 @@ def test_options_that_cannot_be_honoured_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="quantization"):
         make(quantization="awq")
     with pytest.raises(InvalidRequest, match="tensor_parallel_size"):
-        make(tensor_parallel_size=2)
+        make(tensor_parallel_size=0)
+    with pytest.raises(InvalidRequest, match="pipeline_parallel_size"):
+        make(pipeline_parallel_size=2)
     with pytest.raises(InvalidRequest, match="depth"):
         make(depth=4)
     with pytest.raises(InvalidRequest, match="beyond the model's 1024 positions"):

@@ -15,7 +15,7 @@ from octavo.core.simulate import VirtualClock as Clock
 from octavo.params import SamplingParams
 from octavo.types import Output, Request, Sequence
 from tests import oracle
-from tests.fake_runner import FakeDisk, FakeRunner
+from tests.fake_runner import FakeDisk, FakeRanks, FakeRunner
 from tests.toy_guide import ToyGuide
 
 MAX_LEN = 60
@@ -57,10 +57,11 @@ def make_engine(
     disk: FakeDisk | None = None,
     seed: int = 0,
     keep: tuple[int, int] | None = None,
+    rank_disks: list[FakeDisk | None] | None = None,
     **options: Any,
 ) -> Engine:
-    """`options`: ScheduleConfig's. `keep`: blocks of sinks and of a whole cache. Time stands still
-    but for the clock's owner."""
+    """`options`: ScheduleConfig's. `keep`: blocks of sinks and of a whole cache. `rank_disks`: the
+    disks of further ranks of tensor parallelism. Time stands still but for the clock's owner."""
     cache = CacheConfig(block_size, num_blocks, caching, host, disk is not None, block_bytes=2**20)
     if keep is not None:
         cache = replace(
@@ -69,8 +70,18 @@ def make_engine(
     schedule, clock = ScheduleConfig(rows, budget, max_len, depth, **options), clock or Clock()
     scheduler = Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,), clock=clock)
     if scheduler.tiers is not None and disk is not None:
-        scheduler.tiers.on_disk = set(disk.records)
-    return Engine(scheduler, FakeRunner(num_blocks, block_size, host, disk, seed), clock.sleep)
+        records = [each.records for each in rank_disks or [] if each is not None]
+        scheduler.tiers.on_disk = set(disk.records).intersection(*records)
+    runner: Any = FakeRunner(num_blocks, block_size, host, disk, seed)
+    if rank_disks:
+        from octavo.runner.ranks import RankedRunner  # imports torch, which few tests need
+
+        others = [
+            FakeRunner(num_blocks, block_size, host, own, seed + 1000 * rank)
+            for rank, own in enumerate(rank_disks, 1)
+        ]
+        runner = RankedRunner(runner, FakeRanks(others, depth), disk is not None)  # type: ignore[arg-type]
+    return Engine(scheduler, runner, clock.sleep)
 
 
 class OracleDrafter:
@@ -193,12 +204,13 @@ def trial(
     beams: bool = False,
     evict: bool = False,
     drafts: bool = False,
+    ranks: int = 1,
 ) -> Trial:
     """One random workload; the policy and the batching mode are drawn too, unless they are given.
     `guided`: some of the requests follow guides, several of them the same. `beams`: some are beam
     searches. `evict`: caches are bounded, and generation goes on beyond the context. `drafts`:
     decoding is speculative, with drafts of the host or the device, about two thirds of which are
-    right."""
+    right. `ranks`: every plan is executed by so many runners, each with a disk of its own."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth
@@ -225,6 +237,9 @@ def trial(
     # of their own: what else a seed draws does not change with them
     dice = random.Random(f"tiers {seed}")
     host, disk = random_tiers(dice)
+    if ranks > 1 and disk is not None:
+        disk.spoilt = 0.0  # what one rank reads changes what all ranks sample
+    rank_disks = [replace(disk, records={}) if disk else None for _ in range(1, ranks)]
     bases = [[g.randrange(1, oracle.VOCAB) for _ in range(30)] for _ in range(3)]
     todo: list[Request] = []
     guides = [ToyGuide(g.randrange(1000)) for _ in range(2)] if guided else []
@@ -249,22 +264,34 @@ def trial(
         r.offline = riders.random() < offline
     if disk is not None and dice.random() < 0.5:  # what an earlier engine left on disk
         earlier = make_engine(
-            blocks, size, rows, budget, depth, caching, host=host, disk=disk, seed=seed, keep=keep
+            blocks,
+            size,
+            rows,
+            budget,
+            depth,
+            caching,
+            host=host,
+            disk=disk,
+            seed=seed,
+            keep=keep,
+            rank_disks=rank_disks,
         )
         for r in todo:
             earlier.add(r)
         run_dry(earlier)
-    tiered = dict(host=host, disk=disk, seed=seed + 1, keep=keep)
+    tiered = dict(host=host, disk=disk, seed=seed + 1, keep=keep, rank_disks=rank_disks)
     engine = make_engine(blocks, size, rows, budget, depth, caching, clock=clock, **tiered, **modes)  # type: ignore[arg-type]
     scheduler, runner = engine.scheduler, engine.runner
+    first: Any = runner if ranks == 1 else runner.runner  # type: ignore[attr-defined]
     if scheduler.speculation is not None and scheduler.speculation.on_host and seed % 4:
         scheduler.speculation.drafter = OracleDrafter(seed)
-    assert isinstance(runner, FakeRunner)
-    if dice.random() < 0.3:  # few, like the aborts
-        runner.failing, runner.failures = 0.1, 2
+    assert isinstance(first, FakeRunner)
+    fails = dice.random() < 0.3  # few, like the aborts
+    if fails and ranks == 1:  # with several ranks a failure ends the engine
+        first.failing, first.failures = 0.1, 2
     memory = random.Random(f"memory {seed}")
-    if memory.random() < 0.15:
-        runner.memory = memory.randrange(1, 20)
+    if memory.random() < 0.15 and ranks == 1:
+        first.memory = memory.randrange(1, 20)
     got: dict[tuple[str, int], list[int]] = {}
     ended: dict[tuple[str, int], str] = {}
     logprobs: dict[str, list] = {}
@@ -337,6 +364,10 @@ def trial(
         steps += 1
         assert steps < 20_000, "no progress"
     run_dry(engine)
+    others = runner.ranks.runners if ranks > 1 else []  # type: ignore[attr-defined]
+    assert all(other.sampled == first.sampled for other in others), (
+        f"trial {seed} {result.settings}: the ranks sampled different tokens"
+    )
     scheduler.pool.check([])
     assert (
         len(scheduler.queues.free_slots) == rows and not scheduler.live and not scheduler.requests

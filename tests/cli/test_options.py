@@ -103,6 +103,7 @@ OTHER_VALUES: dict[str, tuple[str | None, object]] = {
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int8", "int8"),
     "device": ("cpu", "cpu"),
+    "tensor_parallel_size": ("2", 2),
     "revision": ("main", "main"),
     "generation_config": ("vllm", "vllm"),
     "load_format": ("dummy", "dummy"),

@@ -284,3 +284,24 @@ def test_bad_questions_are_refused(
     assert (
         result.exit_code == 2 and result.stderr.startswith("error: ") and message in result.stderr
     )
+
+
+def test_it_counts_for_one_rank(octavo: Octavo, tiny: str) -> None:
+    whole = planned(octavo, tiny, "--kv-cache-dtype", "float32", "--kv-host-gib", 0.01)
+    rank = planned(
+        octavo,
+        *(tiny, "--kv-cache-dtype", "float32", "--kv-host-gib", 0.01),
+        *("--tensor-parallel-size", 2),
+    )
+    assert rank["kv_bytes_per_token"] * 2 == whole["kv_bytes_per_token"]
+    assert rank["kv_host"] * 2 == pytest.approx(whole["kv_host"], rel=0.01)
+    assert rank["parameters"] == whole["parameters"]
+    assert rank["weights"] < whole["weights"]
+    assert rank["kv_pool"] * 2 <= whole["kv_pool"] * 1.1
+    assert "2 ranks. Each of them has" in octavo("plan", tiny, "--tensor-parallel-size", 2).stdout
+
+
+def test_too_many_ranks_are_refused(octavo: Octavo, tiny: str) -> None:
+    result = octavo("plan", tiny, "--tensor-parallel-size", 5)
+    assert result.exit_code != 0
+    assert "tensor_parallel_size 5 is too large" in result.output

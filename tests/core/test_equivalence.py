@@ -75,6 +75,40 @@ def test_speculative_workloads_equal_the_oracle(part: int) -> None:
     assert {t.settings["depth"] for t in total if t.accepted} == {1, 2, 3}
 
 
+def test_workloads_on_several_ranks_equal_the_oracle() -> None:
+    """Tensor parallelism: ranks that get the plans alone do what rank 0 does."""
+    total = [
+        trial(
+            seed,
+            guided=seed % 3 == 0,
+            beams=seed % 5 == 0,
+            drafts=seed % 2 == 0,
+            ranks=2 + seed % 3,
+        )
+        for seed in range(40_000, 40_080)
+    ]
+    assert sum(t.preemptions for t in total) > 20, "the workloads no longer exercise preemption"
+    assert sum(t.accepted for t in total) > 100, "the workloads no longer accept drafts"
+    assert sum(t.host_tokens for t in total) > 20, "the workloads no longer exercise host memory"
+    assert sum(t.disk_tokens for t in total) > 5, "the workloads no longer exercise the disk"
+    assert sum(t.misses for t in total) > 5, "the workloads no longer exercise a disk that fails"
+    assert {t.settings["depth"] for t in total} == {1, 2, 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_many_more_workloads_on_several_ranks_equal_the_oracle(part: int) -> None:
+    for seed in range(50_000 + part * 300, 50_000 + (part + 1) * 300):
+        trial(
+            seed,
+            guided=seed % 3 == 0,
+            beams=seed % 5 == 0,
+            evict=seed % 7 == 6,
+            drafts=seed % 2 == 0 and seed % 7 != 6,
+            ranks=2 + seed % 3,
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_many_more_speculative_workloads_equal_the_oracle(part: int) -> None:
