@@ -66,7 +66,8 @@ class Collector:
     def add(self, output: Output) -> bool:
         """Add one output.
 
-        Return True if a stop string ended the text, so that the engine should end the sequence.
+        Return True if the text ended at a stop string or after a complete tool call, so that the
+        engine should end the sequence.
         """
         completion = self.outputs[output.index]
         if self._can_postpone(output):

@@ -150,7 +150,7 @@ class SpeculativeConfig:
     """How the next tokens are guessed (octavo/core/speculation.py)."""
 
     method: str  # octavo/core/draft_methods.py lists them
-    num_tokens: int = 4  # guesses that one step verifies for a sequence, at most
+    num_tokens: int = 4  # drafts that one step verifies for a sequence, at most
     adaptive: bool = True  # verify only as many as measurements show to pay
     ngram_min: int = 2  # fewest tokens that must occur earlier, for "ngram" and "suffix"
     ngram_max: int = 5  # most tokens that are looked for

@@ -1,5 +1,6 @@
 """What happens in an engine, as typed events. Counters for metrics, the live page, the trace
-recorder, hang detection and benchmarks listen to them; the engine knows none of these.
+recorder, hang detection and benchmarks listen to them; the engine knows none of these. Parts of the
+core that measure step times (StepShaper, TierIndex, Speculation) listen too.
 
 A part of the engine that has something to report asks first whether anything listens, so that an
 event nobody wants is not even built:

@@ -119,7 +119,8 @@ class Sequence:
     guide: Guide | None = None  # at the last committed token
     repetition: RepetitionDetectionParams | None = None  # ends a text that repeats itself
     beam: Beam | None = None
-    pending_forks: int = 0  # children to fork when all but one prompt token are computed
+    # Children to fork when all but one prompt token are computed (docs/sequences.md).
+    pending_forks: int = 0
     inherited_tokens: int = 0  # leading tokens computed by the sequence it was forked from
 
     # Its place on the device, while it runs.
@@ -133,7 +134,7 @@ class Sequence:
 
     # Speculative decoding (octavo/core/speculation.py).
     drafts_in_flight: int = 0  # of the planned positions, those that may turn out to be wrong
-    draft_acceptance: float = 0.0  # running mean: how many of its guesses were right
+    draft_acceptance: float = 0.0  # running mean: the fraction of its drafts that were accepted
     accepted_drafts: int = 0  # verified drafts that became tokens
     rejected_drafts: int = 0  # verified drafts that did not
 
@@ -192,14 +193,18 @@ class Item(NamedTuple):
     seq_id: int
     epoch: int
     slot: int
-    start: int | None  # first position; None: a token in flight precedes it, the device knows
+    # First position. None: a decode; the device continues at the slot's `computed`, which the host
+    # may not know exactly when drafts are in flight.
+    start: int | None
     num_tokens: int
     sample: bool
-    max_kv_len: int  # upper bound on start + num_tokens: how much KV attention may read
+    # Upper bound on start + num_tokens: how much KV attention may read. Exact if Plan.drafts has
+    # this item.
+    max_kv_len: int
     prompt_logprobs: int | None = None  # number of top logprobs for each computed position
     wants_attention_mass: bool = False  # report how its attention is spread over its blocks
-    # The last `num_drafts` of its tokens are guesses, and each of them and the token before them is
-    # followed by a sampled token. The step keeps what a decode without guesses would have sampled.
+    # The last `num_drafts` tokens are drafts. A token is sampled after each draft and after the
+    # token before the first one. The step keeps what a decode without drafts would have sampled.
     num_drafts: int = 0
 
 
@@ -309,7 +314,7 @@ class DiskEvent(NamedTuple):
 class StepResult:
     """The results of one step. Lists have one entry per item of the plan, in order."""
 
-    # Sampled tokens: none for a prefill chunk that is not the last, several if drafts were right.
+    # Sampled tokens: none for a prefill chunk that is not the last, several with accepted drafts.
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]] | None = None  # like tokens; None: not requested
     # item index -> logprobs of the token AFTER each computed position

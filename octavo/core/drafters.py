@@ -3,7 +3,7 @@
     ngram    looks for the sequence's last few tokens earlier in the same sequence
     suffix   looks there, and in what was generated earlier for the same tenant
 
-A guess is never trusted: the model verifies it (octavo/core/speculation.py), so a bad drafter costs
+A draft is never trusted: the model verifies it (octavo/core/speculation.py), so a bad drafter costs
 time and changes no token.
 """
 

@@ -77,8 +77,8 @@ class Engine:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Run steps that compile or test: nothing listens to them, and neither the prompts in the
-        prefix cache nor the drafts are counted."""
+        """Run steps that compile or test: nothing listens to them, and neither cache lookups nor
+        drafts are counted."""
         counters = self.scheduler.counters
         queried_tokens = counters.queried_tokens
         cached_tokens = counters.cached_tokens

@@ -74,6 +74,7 @@ from octavo.types import (
     child_seed,
 )
 
+# Why a sequence was preempted (Preempted.reason).
 NO_FREE_BLOCK = "no block was free"
 OUTRANKED = "a more urgent request took its place"
 SIBLING_BEAMS = "its sibling beams need the room"
@@ -170,7 +171,7 @@ class Scheduler:
         # Waiting sequences lack slots, blocks or a batch, not just the next step.
         self.saturated = False
         self.counters = Counters()
-        # Other names of the same objects, for readers outside. They are never replaced.
+        # Short names for parts of the objects above. They are never replaced.
         self.waiting = self.queues.waiting
         self.prefilling = self.queues.prefilling
         self.decoding = self.queues.decoding
@@ -238,7 +239,8 @@ class Scheduler:
         return outputs
 
     def stop(self, request_id: str, index: int) -> None:
-        """End one sequence whose text contains a stop string, which the caller has found."""
+        """End one sequence, without an output. The caller has found that its text is complete: it
+        contains a stop string or a complete tool call."""
         for seq in list(self.requests.get(request_id, ())):
             if seq.index == index:
                 self._finish(seq, "stop")
@@ -399,17 +401,17 @@ class Scheduler:
         room = seq.position_limit - seq.planned - 2  # each draft may be followed by a token
         if seq.beam is not None or room < 1:
             return 0
-        proposal, count = drafts.propose(seq, room)
+        tokens, count = drafts.propose(seq, room)
         masks: list[bytes] = []
-        if proposal is not None:
-            proposal = useful_drafts(seq, proposal)
-            if seq.guide is not None and proposal:
-                proposal, masks = allowed_drafts(seq.guide, proposal)
-            count = len(proposal)
+        if tokens is not None:
+            tokens = useful_drafts(seq, tokens)
+            if seq.guide is not None and tokens:
+                tokens, masks = allowed_drafts(seq.guide, tokens)
+            count = len(tokens)
         if count and not reserve(self.pool, seq, 1 + count, plan):
             count = 0
-        if count and proposal is not None:
-            plan.drafts[item] = proposal
+        if count and tokens is not None:
+            plan.drafts[item] = tokens
         if count and masks:
             plan.token_masks[item] = masks
         drafts.verify(count)
@@ -475,8 +477,8 @@ class Scheduler:
             yield seq
 
     def _plan_chunk(self, seq: Sequence, fill: StepFill) -> bool:
-        """Plan the next chunk of a prompt that has started. False: it waits for older work to free
-        blocks, and no prompt after it may take them."""
+        """Plan the next chunk of a prompt that has started. False: it waits for blocks of sequences
+        that rank before it, and no prompt after it may take them."""
         num_tokens = chunk_size(seq, seq.planned, fill.tokens_left)
         if num_tokens <= 0:
             return True
@@ -548,8 +550,9 @@ class Scheduler:
             awaited.add(seq.block_hashes[0])
             self._leave_waiting(seq, SHARED_PREFIX, fill)
             return 0
+        # Promotions leave a free block for the next token of each running sequence.
         num_running = self.schedule.max_num_seqs - len(self.queues.free_slots)
-        load_cost = self.prefix.request_from_disk(seq, match, fill.plan, num_running)
+        load_cost = self.prefix.request_from_disk(seq, match, fill.plan, reserved=num_running)
         if load_cost is not None:
             self._leave_waiting(seq, DISK_READ, fill)
             return load_cost
@@ -657,8 +660,8 @@ class Scheduler:
         return outputs
 
     def _commit_drafts(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Advance a sequence over the drafts that were right, and give back the blocks of the
-        others. The blocks that the right ones fill are published with the next step: their tokens
+        """Advance a sequence over the accepted drafts, and give back the blocks of the rejected
+        ones. The blocks that accepted drafts fill are published with the next step: their tokens
         are not in `seq.tokens` yet."""
         assert self.speculation is not None
         self.speculation.observe(seq, num_drafts, num_accepted)
@@ -753,7 +756,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence, reason: str) -> None:
         """Put a running sequence back into the queue. Its full blocks stay in the prefix cache
         until their memory is needed."""
-        seq.preempted_positions = seq.planned
+        seq.preempted_positions = seq.planned - seq.drafts_in_flight
         seq.disk_wait = DiskWait.NOT_ASKED
         seq.preempt_reason = reason
         self._release(seq)

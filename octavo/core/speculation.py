@@ -10,13 +10,14 @@ tokens beside it costs little, as long as the memory and not the arithmetic is t
 
 The model samples at every position with its own parameters and its own noise, which depends on seed
 and position alone. A kept token is therefore the token that decoding without drafts would have
-given: drafts change the speed and nothing else. Positions of wrong drafts are computed again by the
-next step: the sequence does not advance over them.
+given: drafts change the speed and nothing else. Positions of rejected drafts are computed again by
+the next step: the sequence does not advance over them.
 
     plan     a decoding sequence gets 1 + k positions; `planned` counts all of them
     commit   `computed` advances by the tokens kept, and `planned` and the block table shrink
 
-How many drafts are verified follows from measured step times and from how many were right so far.
+How many drafts are verified follows from measured step times and from how many drafts were accepted
+so far.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ RETRY_WEIGHT = 0.01  # how fast a sequence without drafts returns to the mean of
 class DraftCounters:
     """Totals since the start."""
 
-    accepted_at: list[int]  # drafts that were right, by their place among the drafts of a step
+    accepted_at: list[int]  # accepted drafts, by their place among the drafts of a step
     verifications: int = 0  # of at least one draft of one sequence
     drafted: int = 0  # drafts that were verified
-    accepted: int = 0  # drafts that were right
+    accepted: int = 0  # drafts that became tokens
 
 
 class Speculation:
@@ -90,7 +91,7 @@ class Speculation:
         self.costs.observe(plan.num_tokens, event.seconds, num_passes)
 
     def observe(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Learn how many drafts of a sequence were right."""
+        """Learn how many drafts of a sequence were accepted."""
         counters = self.counters
         counters.verifications += 1
         counters.drafted += num_drafts

@@ -1,8 +1,8 @@
 """From a plan's items to a ForwardBatch. The host lays out what it knows in one array; the rest is
 gathered on the device.
 
-The host knows how many tokens each item has. Their positions are known only to the device:
-`computed` of the item's batch slot.
+The host knows how many tokens each item has. Their positions are taken from `computed` of the
+item's batch slot, which only the device knows exactly when drafts are in flight.
 """
 
 from __future__ import annotations

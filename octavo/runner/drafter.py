@@ -1,4 +1,4 @@
-"""Drafters on the device: they guess the next tokens of sequences, one forward pass for each guess.
+"""Drafters on the device: they guess the next tokens of sequences, one forward pass for each draft.
 
     EarlyExit    the first layers of the target, with the target's KV cache
     DraftModel   another model with the same vocabulary, with a KV cache of its own
@@ -61,8 +61,8 @@ class Drafter(Protocol):
         ...
 
     def draft(self, plan: Plan, passes: list[Tensor], state: BatchSlots) -> None:
-        """Write guesses behind the known tokens of batch slots. `passes` lists for each pass the
-        slots [S] (int32) that get one more guess. Only their blocks have room for it."""
+        """Write drafts behind the known tokens of batch slots. `passes` lists for each pass the
+        slots [S] (int32) that get one more draft. Only their blocks have room for it."""
         ...
 
 

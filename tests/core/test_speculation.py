@@ -38,3 +38,24 @@ def test_an_output_counts_as_accepted_the_drafts_that_became_tokens() -> None:
             else:
                 assert accepted == len(output.tokens) - 1
     assert all_accepted > 3
+
+
+def test_drafts_that_were_not_verified_do_not_count_as_recomputed() -> None:
+    """A step with drafts fails for lack of memory: only the known tokens are computed again."""
+    schedule = ScheduleConfig(
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        max_model_len=100,
+        speculative=SpeculativeConfig("early_exit", num_tokens=8, adaptive=False, exit_layer=1),
+    )
+    cache = CacheConfig(block_size=4, num_blocks=60, prefix_caching=False)
+    scheduler = Scheduler(cache, schedule, oracle.VOCAB)
+    runner = FakeRunner(60, 4)
+    scheduler.add(Request("A", [1] * 5, SamplingParams(max_tokens=60, ignore_eos=True)))
+    plan = scheduler.plan()
+    scheduler.commit(plan, runner.launch(plan).wait())
+    plan = scheduler.plan()
+    assert plan.num_drafts == 8
+    scheduler.retry_smaller(plan, "out of memory", "out_of_memory")
+    scheduler.plan()
+    assert scheduler.counters.recomputed_tokens == 6

@@ -175,7 +175,7 @@ class Heartbeat(msgspec.Struct, tag=True, array_like=True):
     # Speculative decoding. Without it, these are 0 and an empty list.
     verifications: int = 0  # Verifications of at least one draft of one sequence.
     drafted_tokens: int = 0  # Drafts that were verified.
-    accepted_tokens: int = 0  # Drafts that were right.
+    accepted_tokens: int = 0  # Drafts that became tokens.
     accepted_at: list[int] = []  # The same by their place among the drafts of a step.
 
 

@@ -232,8 +232,8 @@ class Call:
     def add_output(self, prompt_index: int, output: Output) -> int | None:
         """Add an output of the engine.
 
-        Returns the index of the sequence if a stop string has ended it. The caller must then stop
-        it in the engine, which does not know stop strings.
+        Returns the index of the sequence if a stop string or a complete tool call has ended its
+        text. The caller must then stop it in the engine, which does not know the text.
         """
         collector = self.collectors[prompt_index]
         if collector.outputs[output.index].finish_reason is not None:
