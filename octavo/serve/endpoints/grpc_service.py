@@ -367,7 +367,7 @@ class Service:
     ) -> tuple[T, dict[str, str]]:
         """Return the message of the call as a `kind`, and headers about its unknown fields."""
         front = self.front
-        front.check_admission(caller)
+        front.check_may_send(caller)
         data = await self._receive(context)
         limits = front.config.limits
         with front.bodies.hold(_address(context.peer())) as held:

@@ -178,7 +178,7 @@ class Session:
         limits = self.front.config.limits
         try:
             if not is_quick(message.data):
-                self.front.check_admission(self.caller)
+                self.front.check_may_send(self.caller)
             return await body.decode(self.front.pool, message.data, GenerateRequest, limits)
         finally:
             message.free()

@@ -339,7 +339,7 @@ class EngineClient:
             self._send(call, prepared.timeout)
         return call
 
-    def check_admission(self, priority: int) -> None:
+    def check_may_send(self, priority: int) -> None:
         """Raise ApiError if not even the smallest request could be sent now."""
         self.queue.check_full(priority, self._free_slots())
 

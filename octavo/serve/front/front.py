@@ -73,15 +73,15 @@ class Front:
         model = self.client.model
         return Context(self.tokenizer, model.vocab_size, model.max_model_len, self.config.limits)
 
-    def check_admission(self, caller: Caller) -> None:
-        """Raise ApiError if no request of the caller can be admitted now.
+    def check_may_send(self, caller: Caller) -> None:
+        """Raise ApiError if no request of the caller may be sent to the engine now.
 
         The engine may not be ready, the queue may be full, or the key may have reached a limit.
         This is checked before the body is received.
         """
         if caller.key is not None:
             caller.key.check()
-        self.client.check_admission(caller.priority)
+        self.client.check_may_send(caller.priority)
 
 
 def worker_setup(config: ServeConfig, loaded: Loaded) -> Setup:

@@ -47,11 +47,11 @@ class Exchange:
         body is received before the refusal, so that the connection can stay open.
         """
         if generates and self._is_large():
-            self.front.check_admission(self.caller)
+            self.front.check_may_send(self.caller)
         with self.hold() as held:
             data = await self.read(held)
             if generates:
-                self.front.check_admission(self.caller)
+                self.front.check_may_send(self.caller)
             return await body.decode(self.front.pool, data, kind, self.front.config.limits)
 
     def _is_large(self) -> bool:
