@@ -332,8 +332,8 @@ def trial(
             request.arrival = clock.now
             engine.add(request)
         # few: aborts would hide hangs
-        if len(aborted) < 2 and g.random() < 0.03 and scheduler.requests:
-            aborted.add(victim := g.choice(list(scheduler.requests)))
+        if len(aborted) < 2 and g.random() < 0.03 and scheduler.sequences_by_request:
+            aborted.add(victim := g.choice(list(scheduler.sequences_by_request)))
             take(engine.abort(victim))
         epochs = {seq.id: seq.epoch for seq in scheduler.running}
         if dice.random() < 0.005:
@@ -370,7 +370,9 @@ def trial(
     )
     scheduler.pool.check([])
     assert (
-        len(scheduler.queues.free_slots) == rows and not scheduler.live and not scheduler.requests
+        len(scheduler.queues.free_slots) == rows
+        and not scheduler.live
+        and not scheduler.sequences_by_request
     )
 
     for r in requests.values():

@@ -99,7 +99,7 @@ class LocalBackend:
                 )
         finally:
             self._stopped = False
-            for request in list(llm.engine.scheduler.requests):  # There is at most one.
+            for request in list(llm.engine.scheduler.sequences_by_request):  # There is at most one.
                 llm.abort(request)
 
     def stop(self) -> None:

@@ -91,11 +91,11 @@ class Batches:
         self.form_batch = find_form_batch(schedule)
         self.started: set[str] = set()  # requests of the batches that may run
 
-    def form_next(self, waiting: list[Sequence], live: Container[str], now: float) -> None:
+    def form_next(self, waiting: list[Sequence], live_requests: Container[str], now: float) -> None:
         """Start the next batch if it is time: alone, or in mode `window` beside other batches that
         leave it enough slots."""
         assert self.form_batch is not None
-        running = {request_id for request_id in self.started if request_id in live}
+        running = {request_id for request_id in self.started if request_id in live_requests}
         fits_beside = (
             self.schedule.batching == "window"
             and len(running) + self.schedule.max_batch <= self.schedule.max_num_seqs

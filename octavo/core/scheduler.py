@@ -176,7 +176,7 @@ class Scheduler:
         self.prefilling = self.queues.prefilling
         self.decoding = self.queues.decoding
         self.live = self.groups.live
-        self.requests = self.groups.by_request
+        self.sequences_by_request = self.groups.by_request
         self.tiers = self.prefix.tiers
         if self.tiers is not None:
             self.counters.tiers = self.tiers.counters
@@ -193,7 +193,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest for one that can never run."""
-        if request.id in self.requests:
+        if request.id in self.sequences_by_request:
             raise InvalidRequest(f"request id {request.id!r} is already running", "request_id")
         arrival_number = self.arrivals + 1
         seq = new_sequence(
@@ -221,7 +221,7 @@ class Scheduler:
     ) -> list[Output]:
         """End what is left of a request at once. Returns its terminal outputs; an unknown id has
         none."""
-        group = list(self.requests.get(request_id, ()))
+        group = list(self.sequences_by_request.get(request_id, ()))
         outputs = [
             Output(
                 request_id=request_id,
@@ -241,7 +241,7 @@ class Scheduler:
     def stop(self, request_id: str, index: int) -> None:
         """End one sequence, without an output. The caller has found that its text is complete: it
         contains a stop string or a complete tool call."""
-        for seq in list(self.requests.get(request_id, ())):
+        for seq in list(self.sequences_by_request.get(request_id, ())):
             if seq.index == index:
                 self._finish(seq, "stop")
 
@@ -307,7 +307,7 @@ class Scheduler:
             self._preempt(seq, SIBLING_BEAMS)
         if not self.policy.fixed_ranks and self.queues.free_slots and self.waiting:
             self.queues.rerank_waiting(self.prefix.count_cached_tokens)
-        self.shaper.form_batch(self.requests, self.clock)
+        self.shaper.form_batch(self.sequences_by_request, self.clock)
         self.groups.fork_prompts()
         shape = self.shaper.shape(self.counters.steps)
         for victim in shape.victims:
@@ -734,7 +734,7 @@ class Scheduler:
 
     def _fail_not_a_number(self, seq: Sequence) -> list[Output]:
         """End a request whose logits hold no finite number. None of its KV may be reused."""
-        for member in self.requests[seq.request.id]:
+        for member in self.sequences_by_request[seq.request.id]:
             self.prefix.invalidate(member)
         return self.abort(seq.request.id, "error", NOT_A_NUMBER, NotANumber.code)
 

@@ -84,10 +84,12 @@ class StepShaper:
         assert isinstance(event, StepLanded) and self.step_times is not None
         self.step_times.observe(event.plan, event.seconds)
 
-    def form_batch(self, live: dict[str, list[Sequence]], clock: Callable[[], float]) -> None:
+    def form_batch(
+        self, sequences_by_request: dict[str, list[Sequence]], clock: Callable[[], float]
+    ) -> None:
         """Let the next batch start, in modes that form batches."""
         if self.batches.form_batch is not None and self.queues.waiting:
-            self.batches.form_next(self.queues.waiting, live, clock())
+            self.batches.form_next(self.queues.waiting, sequences_by_request, clock())
 
     def may_start(self, seq: Sequence) -> bool:
         """Return whether nothing but room keeps a sequence from starting: its batch has formed, it

@@ -81,7 +81,7 @@ def test_a_guided_sequence_sits_out_while_its_token_is_in_flight(depth: int) -> 
     first, second = scheduler.plan(), scheduler.plan()
     assert [len(p.items) for p in (first, second)] == [2, 1], "the other one goes on"
     assert first.token_masks == {1: [ToyGuide(1).mask]} and second.token_masks == {}
-    (seq,) = scheduler.requests["led"]
+    (seq,) = scheduler.sequences_by_request["led"]
     scheduler.commit(first, engine.runner.launch(first).wait())
     third = scheduler.plan()
     assert (

@@ -63,7 +63,7 @@ BROKEN: dict[str, tuple[Callable[[Scheduler], None], str]] = {
     "running with another status": (set_first(status=Status.WAITING), "another status"),
     "a slot used twice": (lambda s: s.queues.free_slots.append(0), "slot is lost or used twice"),
     "alive in no queue": (lambda s: s.waiting.clear(), "no queue"),
-    "alive in no group": (lambda s: s.requests.pop("d"), "no group"),
+    "alive in no group": (lambda s: s.sequences_by_request.pop("d"), "no group"),
     "awaited but not computed": (
         lambda s: s.prefix.computing.update({b"h": 99}),
         "no running sequence computes",

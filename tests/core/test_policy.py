@@ -41,7 +41,7 @@ def ask(
 def drain(engine: Engine, limit: int = 2000) -> list[str]:
     """Who began, in order. Every token is compared with the oracle's."""
     begun: list[str] = []
-    asked = {r[0].request.id: r[0].request for r in engine.scheduler.requests.values()}
+    asked = {r[0].request.id: r[0].request for r in engine.scheduler.sequences_by_request.values()}
     got: dict[str, list[int]] = {}
     while not engine.idle:
         for out in engine.step():
@@ -194,7 +194,7 @@ def test_who_was_served_once_does_not_wait_for_ever_new_keys() -> None:
 
     def ended_after(name: str, most: int) -> int:
         for step in range(most):
-            while len(scheduler.requests) < 5:
+            while len(scheduler.sequences_by_request) < 5:
                 i = next(numbers)
                 ask(engine, f"guest {i}", 3, max_tokens=2 + i % 5, tenant=f"guest {i}")
             if name in [out.request_id for out in engine.step() if out.finish_reason is not None]:
@@ -212,7 +212,9 @@ def keep_asking(engine: Engine, steps: int, **tenants: int) -> list[str]:
     """Each tenant keeps this many requests queued or running. Returns those that ended."""
     ended = []
     for _ in range(steps):
-        there = Counter(family[0].request.tenant for family in engine.scheduler.requests.values())
+        there = Counter(
+            family[0].request.tenant for family in engine.scheduler.sequences_by_request.values()
+        )
         for tenant, most in tenants.items():
             for _ in range(most - there[tenant]):
                 i = next(numbers)
@@ -251,7 +253,9 @@ def test_a_key_that_was_preempted_comes_back_where_it_stood(preempted: bool) -> 
     ask(engine, "long", 3, max_tokens=2400, tenant="P")
     keep_asking(engine, 1500, A=4, B=4)
     if preempted:
-        engine.scheduler._preempt(engine.scheduler.requests["long"][0], "no block was free")
+        engine.scheduler._preempt(
+            engine.scheduler.sequences_by_request["long"][0], "no block was free"
+        )
     for i in range(300):
         ask(engine, f"P {i}", 3, max_tokens=8, tenant="P")
     ended = Counter(name[0] for name in keep_asking(engine, 200, A=4, B=4))
@@ -416,7 +420,7 @@ def test_an_urgent_prompt_is_computed_alone_and_the_others_go_on_where_they_were
     engine.step()
     ask(engine, "waits", priority=1)
     ask(engine, "urgent", 40)
-    name = {s[0].id: id for id, s in engine.scheduler.requests.items()}
+    name = {s[0].id: id for id, s in engine.scheduler.sequences_by_request.items()}
     drain(engine)  # compares tokens with the oracle's
     steps = [[name[item.seq_id] for item in plan.items] for plan in plans]
     assert steps[:4] == [

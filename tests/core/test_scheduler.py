@@ -354,7 +354,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone() -> None:
         ("a", [], "error", "not_a_number"), ("b", [7], None, None)
     ]  # fmt: skip
     engine.scheduler.check()
-    assert list(engine.scheduler.requests) == ["b"]
+    assert list(engine.scheduler.sequences_by_request) == ["b"]
 
 
 @pytest.mark.parametrize("host", [0, 20])

@@ -289,7 +289,10 @@ class EngineLoop:
             tokens_by_index[output.index] = []
             return True
         output.tokens = tokens_by_index.pop(output.index, []) + output.tokens
-        if not tokens_by_index and output.request_id not in self.engine.scheduler.requests:
+        if (
+            not tokens_by_index
+            and output.request_id not in self.engine.scheduler.sequences_by_request
+        ):
             del self.unsent_tokens[output.request_id]
         return True
 
