@@ -414,7 +414,7 @@ class Scheduler:
             plan.drafts[item] = tokens
         if count and masks:
             plan.token_masks[item] = masks
-        drafts.verify(count)
+        drafts.add(count)
         plan.num_drafts += count
         seq.drafts_in_flight += count
         return count

@@ -132,7 +132,7 @@ class StepDrafts:
         drafts = drafter.propose(seq, count)
         return drafts, len(drafts)
 
-    def verify(self, count: int) -> None:
+    def add(self, count: int) -> None:
         """The step verifies so many drafts of the sequence that propose() was called for."""
         self.rows += count
         self.passes = max(self.passes, 0 if self.on_host else count)
