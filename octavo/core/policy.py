@@ -47,7 +47,7 @@ class Policy:
         """May `seq` preempt `other`, which runs and has a later rank, instead of waiting for it?"""
         return False
 
-    def outranks(self, seq: Sequence, other: Sequence) -> bool:
+    def pauses(self, seq: Sequence, other: Sequence) -> bool:
         """Does `other`, which has a later rank, pause in steps that compute `seq`'s prompt?
 
         A paused sequence keeps its batch slot and blocks. This function should tell few classes of
@@ -87,10 +87,10 @@ class Priority(Policy):
     def rank(self, seq: Sequence) -> float:
         return seq.request.arrival + self.ageing * seq.request.priority
 
-    def outranks(self, seq: Sequence, other: Sequence) -> bool:
+    def pauses(self, seq: Sequence, other: Sequence) -> bool:
         return seq.request.priority < other.request.priority
 
-    preempts = outranks
+    preempts = pauses
 
     def victim(self, candidates: list[Sequence]) -> Sequence:
         """Choose the lowest priority and, within it, the sequence that is cheapest to resume."""
@@ -124,7 +124,7 @@ class Deadline(Policy):
     def preempts(self, seq: Sequence, other: Sequence) -> bool:
         return seq.request.deadline is not None
 
-    def outranks(self, seq: Sequence, other: Sequence) -> bool:
+    def pauses(self, seq: Sequence, other: Sequence) -> bool:
         return seq.request.deadline is not None and other.request.deadline is None
 
 

@@ -76,7 +76,7 @@ from octavo.types import (
 
 # Why a sequence was preempted (Preempted.reason).
 NO_FREE_BLOCK = "no block was free"
-OUTRANKED = "a more urgent request took its place"
+URGENT_REQUEST = "a more urgent request took its place"
 SIBLING_BEAMS = "its sibling beams need the room"
 OUT_OF_MEMORY = "the device ran out of memory"
 # Why a sequence waits (NotAdmitted.reason).
@@ -311,7 +311,7 @@ class Scheduler:
         self.groups.fork_prompts()
         shape = self.shaper.shape(self.counters.steps)
         for victim in shape.victims:
-            self._preempt(victim, OUTRANKED)
+            self._preempt(victim, URGENT_REQUEST)
         plan = Plan(self.counters.steps)
         self.groups.fill_stale_slots(plan)
         fill = StepFill(plan, shape, shape.token_budget)

@@ -4,7 +4,7 @@ which running sequences pause for them, and which are preempted.
 It knows ranks, batch slots and blocks; the rules are the policy's. With respect to an urgent prompt
 in the step, a running sequence is
 
-    outranked    it pauses: it keeps slot and blocks and continues in the step after
+    paused       it keeps slot and blocks and continues in the step after
     equal        if it decodes, it skips one step, never two in a row
     a victim     it is preempted, if slots or blocks do not suffice
 
@@ -96,19 +96,19 @@ class UrgentPreemption:
         self, seq: Sequence, step: UrgentStep, token_cap: int, prompt_budget: PromptBudget
     ) -> bool:
         """Give a prompt room in the step, if there is any. Returns whether room is left."""
-        outranker = next((p for p in step.prompts if self.policy.outranks(p, seq)), None)
-        if outranker is not None:
-            if outranker not in step.urgent:
-                step.urgent.append(outranker)
+        urgent = next((p for p in step.prompts if self.policy.pauses(p, seq)), None)
+        if urgent is not None:
+            if urgent not in step.urgent:
+                step.urgent.append(urgent)
             if seq.status is Status.WAITING:
                 step.admit_before = seq.rank
             return True
         if seq.status is Status.WAITING and not self.may_start(seq):
             return True
-        outranked = set() if self.paused_without_progress else self._outranked(seq, step.victims)
-        decoding = [other for other in step.decoding if other.id not in outranked]
+        paused = set() if self.paused_without_progress else self._paused_for(seq, step.victims)
+        decoding = [other for other in step.decoding if other.id not in paused]
         num_decoding = len(decoding)
-        if outranked:
+        if paused:
             step.token_budget = token_cap
         elif step.token_budget is None:
             limit = token_cap - num_decoding
@@ -129,21 +129,21 @@ class UrgentPreemption:
         step.decoding = [other for other in decoding if other.id not in victim_ids]
         if not self.paused_without_progress:
             step.prompts.append(seq)
-        if outranked:
+        if paused:
             step.urgent.append(seq)
         return True
 
-    def _outranked(self, seq: Sequence, victims: list[Sequence]) -> set[int]:
+    def _paused_for(self, seq: Sequence, victims: list[Sequence]) -> set[int]:
         """Return the running sequences, by id, that pause while `seq`'s prompt is computed."""
         return {
             other.id
             for other in self.queues.running
-            if other.rank > seq.rank and self.policy.outranks(seq, other) and other not in victims
+            if other.rank > seq.rank and self.policy.pauses(seq, other) and other not in victims
         }
 
     def _background_limit(self, prompt: Sequence, limit: int) -> int:
         """Return the prompt tokens of a step that a later urgent request may have to wait for."""
-        if self.last_urgent is None or self.policy.outranks(self.last_urgent, prompt):
+        if self.last_urgent is None or self.policy.pauses(self.last_urgent, prompt):
             return self.step_times.background_chunk(limit, self.depth)
         return limit
 
@@ -193,7 +193,7 @@ class UrgentPreemption:
     def paused(self, step: UrgentStep) -> frozenset[int]:
         """Return the running sequences, by id, that pause in this step."""
         return frozenset(
-            other_id for seq in step.urgent for other_id in self._outranked(seq, step.victims)
+            other_id for seq in step.urgent for other_id in self._paused_for(seq, step.victims)
         )
 
     def skipping_equals(self, step: UrgentStep) -> frozenset[int]:
@@ -201,14 +201,14 @@ class UrgentPreemption:
 
         An urgent prompt is computed alone, because one more sequence may cost much (on a GPU, the
         next larger graph). Its equals continue in the step after."""
-        outranks = self.policy.outranks
+        pauses = self.policy.pauses
         skipping: frozenset[int] = frozenset()
         if step.urgent and not self.equals_skipped:
             skipping = frozenset(
                 other.id
                 for other in self.queues.decoding
                 if other not in step.victims
-                and not any(outranks(other, seq) or outranks(seq, other) for seq in step.urgent)
+                and not any(pauses(other, seq) or pauses(seq, other) for seq in step.urgent)
             )
         self.equals_skipped = bool(skipping)
         return skipping

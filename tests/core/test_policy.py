@@ -551,7 +551,7 @@ class Inverted(Policy):
     def preempts(self, seq: Sequence, other: Sequence) -> bool:
         return True
 
-    outranks = preempts
+    pauses = preempts
 
     def victim(self, weaker: list[Sequence]) -> Sequence:
         return max(weaker, key=lambda s: s.planned)
