@@ -57,7 +57,7 @@ class BlockPool:
         self.hash_index: dict[bytes, int] = {}
         self.quota = CacheQuota()
         self.evictions = 0
-        self.evicted_contents: list[Content] = []  # since the caller cleared it last
+        self.unpublished_blocks: list[Content] = []  # since the caller cleared it
 
     @property
     def num_cached(self) -> int:
@@ -70,19 +70,20 @@ class BlockPool:
             block = self._apply_quota(block)
         if self.hashes[block] is not None:
             self.evictions += 1
-        self.evict(block)
+        self.unpublish(block)
         self.ref_counts[block] = 1
         return block
 
-    def evict(self, block: int) -> None:
-        """Unpublish a block that will be overwritten. Its content may move to a lower tier."""
+    def unpublish(self, block: int) -> None:
+        """Remove a block that will be overwritten from the index. Its content may move to a lower
+        tier."""
         content_hash = self.hashes[block]
         if content_hash is not None and (content := self.content_of(content_hash)):
-            self.evicted_contents.append(content)
+            self.unpublished_blocks.append(content)
         self.invalidate(block)
 
     def invalidate(self, block: int) -> None:
-        """Unpublish a block whose content must not be used any more, in any tier."""
+        """Remove a block from the index whose content must not be used any more, in any tier."""
         content_hash = self.hashes[block]
         if content_hash is not None:
             self.hashes[block] = None

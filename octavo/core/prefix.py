@@ -184,7 +184,7 @@ class PrefixCache:
         if self.tiers is not None:
             self.tiers.demote(self.pool, plan)
             plan.awaits_disk = bool(self.tiers.fetching or self.tiers.promoting)
-        self.pool.evicted_contents.clear()
+        self.pool.unpublished_blocks.clear()
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         if self.tiers is not None:

@@ -89,7 +89,7 @@ def drop_block(pool: BlockPool, cache: CacheConfig, seq: Sequence, plan: Plan) -
             if BlockCopied in pool.events.listeners:
                 pool.events.emit(BlockCopied(seq, source, table[index]))
             pool.release(source)
-        pool.evict(table[index])
+        pool.unpublish(table[index])
         plan.shifts.append((table[index], pool.block_size))
     table.append(pool.allocate())
     drop_block_tokens(seq, dropped, pool.block_size)

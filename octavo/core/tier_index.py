@@ -281,7 +281,7 @@ class TierIndex:
 
         A block on disk is useless without the blocks before it. Those may stay on the device for
         ever, so they are stored along with it."""
-        for content in pool.evicted_contents:
+        for content in pool.unpublished_blocks:
             if content.hash in self.ready:
                 self.ready.move_to_end(content.hash)
             elif content.hash not in self.filling and self._store(content, plan) and self.has_disk:

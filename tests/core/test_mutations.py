@@ -139,7 +139,7 @@ BUGS = {
 BOUNDED_KV_BUGS = {
     "shifted blocks are published": ("tables", "    seq.published_blocks = NEVER_PUBLISH", "    # never"),
     "shared blocks are shifted in place": ("tables", "        if pool.ref_counts[source] > 1:", "        if pool.ref_counts[source] > 99:"),
-    "a shifted block can still be found": ("tables", "        pool.evict(table[index])\n", ""),
+    "a shifted block can still be found": ("tables", "        pool.unpublish(table[index])\n", ""),
     "keys are not shifted": ("tables", "        plan.shifts.append((table[index], pool.block_size))\n", ""),
     "the device keeps the old block table": ("scheduler", "        plan.new_slots.append(fill_slot(seq))\n        return True\n\n    def _schedule", "        return True\n\n    def _schedule"),
     "a block is dropped while steps are in flight": ("scheduler", "if position >= max_positions and seq.steps_in_flight:", "if False:"),
