@@ -33,13 +33,13 @@ def root_hash(salt: str) -> bytes:
     return hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
 
 
-class Content(NamedTuple):
-    """A published block and what it holds."""
+class FullBlock(NamedTuple):
+    """A full device block and its content."""
 
     block: int
-    hash: bytes
+    hash: bytes  # of the tokens and of all tokens before them
     tokens: array[int]
-    parent: bytes
+    parent: bytes  # hash of the block before it; b"": no block precedes it
 
 
 class BlockPool:
@@ -57,7 +57,7 @@ class BlockPool:
         self.hash_index: dict[bytes, int] = {}
         self.quota = CacheQuota()
         self.evictions = 0
-        self.unpublished_blocks: list[Content] = []  # since the caller cleared it
+        self.unpublished_blocks: list[FullBlock] = []  # since the caller cleared it
 
     @property
     def num_cached(self) -> int:
@@ -78,8 +78,8 @@ class BlockPool:
         """Remove a block that will be overwritten from the index. Its content may move to a lower
         tier."""
         content_hash = self.hashes[block]
-        if content_hash is not None and (content := self.content_of(content_hash)):
-            self.unpublished_blocks.append(content)
+        if content_hash is not None and (full_block := self.full_block(content_hash)):
+            self.unpublished_blocks.append(full_block)
         self.invalidate(block)
 
     def invalidate(self, block: int) -> None:
@@ -121,14 +121,14 @@ class BlockPool:
             elif self.tenants[block]:
                 self.quota.add(self.tenants[block], block)
 
-    def publish(self, content: Content, tenant: str = "") -> None:
+    def publish(self, full_block: FullBlock, tenant: str = "") -> None:
         """Publish a full, committed block. It is not written again while it is published."""
-        block = content.block
-        if content.hash not in self.hash_index and self.hashes[block] is None:
-            self.hash_index[content.hash] = block
-            self.hashes[block] = content.hash
-            self.block_tokens[block] = content.tokens
-            self.parent_hashes[block] = content.parent
+        block = full_block.block
+        if full_block.hash not in self.hash_index and self.hashes[block] is None:
+            self.hash_index[full_block.hash] = block
+            self.hashes[block] = full_block.hash
+            self.block_tokens[block] = full_block.tokens
+            self.parent_hashes[block] = full_block.parent
             self.tenants[block] = tenant
             if BlockPublished in self.events.listeners:
                 self.events.emit(
@@ -152,13 +152,13 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def content_of(self, content_hash: bytes) -> Content | None:
+    def full_block(self, content_hash: bytes) -> FullBlock | None:
         block = self.hash_index.get(content_hash, 0)
         if not block:
             return None
         tokens = self.block_tokens[block]
         assert tokens is not None
-        return Content(block, content_hash, tokens, self.parent_hashes[block])
+        return FullBlock(block, content_hash, tokens, self.parent_hashes[block])
 
     def clear(self) -> None:
         """Forget all contents. Blocks in use stay with the sequences that hold them."""

@@ -30,7 +30,7 @@ def check_invariants(
     queues.check()
     promoted: list[int] = []
     if tiers is not None:
-        promoted = [promotion.content.block for promotion in tiers.all_promotions()]
+        promoted = [promotion.full_block.block for promotion in tiers.all_promotions()]
         tiers.check()
     pool.check([promoted, *(seq.block_table for seq in running)])
     for seq in running:

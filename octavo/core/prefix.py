@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from octavo.config import CacheConfig
-from octavo.core.blocks import BlockPool, Content, chain_hash, root_hash
+from octavo.core.blocks import BlockPool, FullBlock, chain_hash, root_hash
 from octavo.core.tier_index import TierIndex
 from octavo.events import BlocksShared
 from octavo.types import DiskWait, Plan, Sequence, StepResult
@@ -162,14 +162,14 @@ class PrefixCache:
         hashes = seq.block_hashes
         for block in range(seq.published_blocks, num_full):
             start = block * self.block_size
-            content = Content(
+            full_block = FullBlock(
                 block=seq.block_table[block],
                 hash=hashes[block],
                 tokens=seq.tokens[start : start + self.block_size],
                 parent=hashes[block - 1] if block else b"",
             )
-            self.pool.publish(content, seq.request.tenant)
-            self.computing.pop(content.hash, None)
+            self.pool.publish(full_block, seq.request.tenant)
+            self.computing.pop(full_block.hash, None)
         seq.published_blocks = num_full
 
     def invalidate(self, seq: Sequence) -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import NamedTuple
 
-from octavo.core.blocks import BlockPool, Content
+from octavo.core.blocks import BlockPool, FullBlock
 from octavo.core.offload_costs import DISK_RATE, HOST_RATE, OffloadCosts
 from octavo.events import Event, EventLog, StepLanded, TierLoaded, TierStored
 from octavo.types import DiskEvent, DiskWait, Fetch, Plan, Save, Sequence, StepResult
@@ -58,7 +58,7 @@ class TierCounters:
 class Promotion(NamedTuple):
     """A content from disk on its way to the device, not yet owned by any sequence."""
 
-    content: Content
+    full_block: FullBlock
     host_block: int
     tenant: str  # of the request that asked for it
 
@@ -246,8 +246,8 @@ class TierIndex:
                 self._load(host_block, block, plan)
                 self.promoting[hashes[index]] = block
                 parent = hashes[index - 1] if index else b""
-                content = Content(block, hashes[index], tokens, parent)
-                promotions.append(Promotion(content, host_block, seq.request.tenant))
+                full_block = FullBlock(block, hashes[index], tokens, parent)
+                promotions.append(Promotion(full_block, host_block, seq.request.tenant))
         if promotions:
             self.promotions.setdefault(plan.step, []).extend(promotions)
             seq.disk_wait = DiskWait.WAITING
@@ -260,18 +260,18 @@ class TierIndex:
         """Publish what the step promoted, if it was loaded and verified and has not been
         invalidated since. A content that failed is not tried again."""
         # Tail first, so that prefixes outlive suffixes in the cache.
-        for content, host_block, tenant in reversed(self.promotions.pop(plan.step, [])):
-            if self.promoting.get(content.hash) == content.block:
-                del self.promoting[content.hash]
+        for full_block, host_block, tenant in reversed(self.promotions.pop(plan.step, [])):
+            if self.promoting.get(full_block.hash) == full_block.block:
+                del self.promoting[full_block.hash]
                 if loaded and host_block not in corrupt:
-                    pool.publish(content, tenant)
+                    pool.publish(full_block, tenant)
                     self.counters.disk_tokens += self.block_size
                 else:
                     self._discard(host_block)
             if host_block in corrupt:
                 self.counters.add_miss("corrupt")
-                self.on_disk.discard(content.hash)
-            pool.release(content.block)
+                self.on_disk.discard(full_block.hash)
+            pool.release(full_block.block)
             self.settled += 1
 
     # ---- down: device to host memory and disk ----------------------------------------------------
@@ -281,21 +281,25 @@ class TierIndex:
 
         A block on disk is useless without the blocks before it. Those may stay on the device for
         ever, so they are stored along with it."""
-        for content in pool.unpublished_blocks:
-            if content.hash in self.ready:
-                self.ready.move_to_end(content.hash)
-            elif content.hash not in self.filling and self._store(content, plan) and self.has_disk:
-                parent = pool.content_of(content.parent)
+        for full_block in pool.unpublished_blocks:
+            if full_block.hash in self.ready:
+                self.ready.move_to_end(full_block.hash)
+            elif (
+                full_block.hash not in self.filling
+                and self._store(full_block, plan)
+                and self.has_disk
+            ):
+                parent = pool.full_block(full_block.parent)
                 while parent and not self._has(parent.hash) and self._store(parent, plan):
-                    parent = pool.content_of(parent.parent)
+                    parent = pool.full_block(parent.parent)
 
     def flush(self, pool: BlockPool, plan: Plan) -> None:
         """Store what only the device has, most recently used first, as much as fits."""
         for block in reversed(pool.free_blocks):
-            content = pool.content_of(pool.hashes[block] or b"")
+            full_block = pool.full_block(pool.hashes[block] or b"")
             has_room = len(plan.stores) < self.num_host_blocks
-            if content and not self._has(content.hash) and has_room:
-                self._store(content, plan)
+            if full_block and not self._has(full_block.hash) and has_room:
+                self._store(full_block, plan)
 
     def _has(self, content_hash: bytes) -> bool:
         return (
@@ -304,18 +308,18 @@ class TierIndex:
             or content_hash in self.on_disk
         )
 
-    def _store(self, content: Content, plan: Plan) -> bool:
+    def _store(self, full_block: FullBlock, plan: Plan) -> bool:
         host_block = self._allocate()
         if host_block is None:
             self.counters.dropped += 1
             return False
-        self._start_filling(host_block, content.hash, content.tokens)
-        plan.stores.append((content.block, host_block))
+        self._start_filling(host_block, full_block.hash, full_block.tokens)
+        plan.stores.append((full_block.block, host_block))
         self.counters.stores += 1
         if TierStored in self.events.listeners:
-            self.events.emit(TierStored("host", content.hash))
-        if self.has_disk and content.hash not in self.on_disk:
-            plan.saves.append(Save(host_block, content.hash, content.tokens))
+            self.events.emit(TierStored("host", full_block.hash))
+        if self.has_disk and full_block.hash not in self.on_disk:
+            plan.saves.append(Save(host_block, full_block.hash, full_block.tokens))
         return True
 
     # ---- results ---------------------------------------------------------------------------------
@@ -474,6 +478,7 @@ class TierIndex:
             for content_hash, tokens in zip(self.hashes, self.block_tokens, strict=True)
         )
         promoted = {
-            (promotion.content.hash, promotion.content.block) for promotion in self.all_promotions()
+            (promotion.full_block.hash, promotion.full_block.block)
+            for promotion in self.all_promotions()
         }
         assert self.promoting.items() <= promoted, "no step promotes this content"

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from octavo.core import blocks
-from octavo.core.blocks import BlockPool, Content, chain_hash, root_hash
+from octavo.core.blocks import BlockPool, FullBlock, chain_hash, root_hash
 
 A, B = array("i", [1, 2]), array("i", [3, 4])
 
@@ -20,7 +20,7 @@ def published(pool: BlockPool, *contents: array) -> list[int]:
     for tokens in contents:
         parent = chain_hash(parent, tokens)
         taken.append(block := pool.allocate())
-        pool.publish(Content(block, parent, tokens, b""))
+        pool.publish(FullBlock(block, parent, tokens, b""))
     for block in reversed(taken):
         pool.release(block)
     return taken
@@ -40,11 +40,11 @@ def test_a_colliding_hash_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "chain_hash", lambda parent, tokens: b"the same for all")
     pool = BlockPool(4, 2)
     block = pool.allocate()
-    pool.publish(Content(block, blocks.chain_hash(b"", A), A, b""))
+    pool.publish(FullBlock(block, blocks.chain_hash(b"", A), A, b""))
     assert pool.match([blocks.chain_hash(b"", A)], A) == [block]
     assert pool.match([blocks.chain_hash(b"", B)], B) == []
     other = pool.allocate()
-    pool.publish(Content(other, blocks.chain_hash(b"", B), B, b""))
+    pool.publish(FullBlock(other, blocks.chain_hash(b"", B), B, b""))
     assert pool.match([blocks.chain_hash(b"", A)], A) == [block], "the first content stays"
 
 
@@ -80,7 +80,7 @@ def fill(pool: BlockPool, owner: str, *tokens: int) -> list[int]:
     for token in tokens:
         content = array("i", [token, token])
         taken.append(block := pool.allocate())
-        pool.publish(Content(block, chain_hash(root_hash(owner), content), content, b""), owner)
+        pool.publish(FullBlock(block, chain_hash(root_hash(owner), content), content, b""), owner)
         pool.release(block)
     return taken
 
@@ -159,5 +159,5 @@ def test_nobody_within_the_share_ever_loses_a_block_to_another(seed: int) -> Non
                 before[o] * len(before) >= sum(before.values()) for o in lost
             )
             content = array("i", [step, step])
-            pool.publish(Content(block, chain_hash(b"", content), content, b""), owner)
+            pool.publish(FullBlock(block, chain_hash(b"", content), content, b""), owner)
         pool.check([held])

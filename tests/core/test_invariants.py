@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from octavo.core.blocks import Content
+from octavo.core.blocks import FullBlock
 from octavo.core.scheduler import Scheduler
 from octavo.params import SamplingParams
 from octavo.types import Request, Status
@@ -37,7 +37,7 @@ def share_a_block(s: Scheduler) -> None:
 
 def hash_what_is_written(s: Scheduler) -> None:
     seq = s.decoding[0]
-    s.pool.publish(Content(seq.block_table[seq.planned // 4], b"h", seq.tokens[:4], b""))
+    s.pool.publish(FullBlock(seq.block_table[seq.planned // 4], b"h", seq.tokens[:4], b""))
 
 
 def set_first(**values: object) -> Callable[[Scheduler], None]:

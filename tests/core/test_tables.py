@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from octavo.config import CacheConfig
-from octavo.core.blocks import BlockPool, Content, chain_hash
+from octavo.core.blocks import BlockPool, FullBlock, chain_hash
 from octavo.core.tables import NEVER_PUBLISH, blocks_to_admit, chunk_size, drop_block, reserve
 from octavo.params import SamplingParams
 from octavo.types import Plan, Request, Sequence
@@ -58,7 +58,7 @@ def test_what_an_admission_takes() -> None:
     pool = BlockPool(6, SIZE)
     held = pool.allocate()
     cached = pool.allocate()
-    pool.publish(Content(cached, b"h", array("i", [1] * SIZE), b""))
+    pool.publish(FullBlock(cached, b"h", array("i", [1] * SIZE), b""))
     pool.release(cached)
     assert blocks_to_admit(pool, [], 5) == 2
     assert blocks_to_admit(pool, [held], 5) == 2, "what others hold takes none"
@@ -107,7 +107,7 @@ def test_what_others_see_is_copied_or_withdrawn() -> None:
     pool, cache, seq = full(spare=1)
     seq.planned = seq.computed = 12
     h = chain_hash(b"", seq.tokens[8:12])
-    pool.publish(Content(3, h, seq.tokens[8:12], b""))
+    pool.publish(FullBlock(3, h, seq.tokens[8:12], b""))
     plan = Plan(1)
     assert drop_block(pool, cache, seq, plan) and h not in pool.hash_index, (
         "moved in place: nobody may find it"

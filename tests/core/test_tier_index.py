@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from octavo.core.blocks import BlockPool, Content, chain_hash
+from octavo.core.blocks import BlockPool, FullBlock, chain_hash
 from octavo.core.engine import Engine
 from octavo.core.offload_costs import PROBE_INTERVAL, OffloadCosts
 from octavo.core.scheduler import Scheduler
@@ -463,7 +463,7 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
 def test_a_colliding_hash_is_a_miss_here_too() -> None:
     pool, tiers, plan = BlockPool(1, 2), TierIndex(2, 2, 100), Plan(1)
     a, b = array("i", [1, 2]), array("i", [3, 4])
-    pool.publish(Content(block := pool.allocate(), b"h", a, b""))
+    pool.publish(FullBlock(block := pool.allocate(), b"h", a, b""))
     pool.release(block)
     pool.allocate()
     tiers.demote(pool, plan)
@@ -506,7 +506,7 @@ def test_what_is_disowned_is_found_nowhere() -> None:
     scheduler.tiers.check()
     assert not scheduler.tiers.ready and not scheduler.tiers.unverified
     plan = Plan(1)
-    tiers._store(Content(1, b"h", tokens, b""), plan)
+    tiers._store(FullBlock(1, b"h", tokens, b""), plan)
     tiers.invalidate([b"h"])
     tiers.commit(plan, StepResult([]))
     tiers.check()
