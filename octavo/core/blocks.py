@@ -135,11 +135,13 @@ class BlockPool:
                     BlockPublished(block, content.hash, content.parent, content.tokens)
                 )
 
-    def find(self, content_hash: bytes, tokens: array[int]) -> int:
-        """Return the block with this content, or 0. A hash collision is a miss, because the tokens
-        are compared."""
-        block = self.hash_index.get(content_hash, 0)
-        return block if block and self.block_tokens[block] == tokens else 0
+    def find(self, content_hash: bytes, tokens: array[int]) -> int | None:
+        """Return the block with this content. A hash collision is a miss, because the tokens are
+        compared."""
+        block = self.hash_index.get(content_hash)
+        if block is None or self.block_tokens[block] != tokens:
+            return None
+        return block
 
     def match(self, hashes: list[bytes], tokens: array[int]) -> list[int]:
         """Return the blocks of the longest known prefix."""
@@ -147,14 +149,14 @@ class BlockPool:
         for index, content_hash in enumerate(hashes):
             start = index * self.block_size
             block = self.find(content_hash, tokens[start : start + self.block_size])
-            if not block:
+            if block is None:
                 break
             blocks.append(block)
         return blocks
 
     def full_block(self, content_hash: bytes) -> FullBlock | None:
-        block = self.hash_index.get(content_hash, 0)
-        if not block:
+        block = self.hash_index.get(content_hash)
+        if block is None:
             return None
         tokens = self.block_tokens[block]
         assert tokens is not None

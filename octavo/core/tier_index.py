@@ -137,7 +137,7 @@ class TierIndex:
             start = index * self.block_size
             block_tokens = tokens[start : start + self.block_size]
             block = pool.find(content_hash, block_tokens)
-            if not block:
+            if block is None:
                 host_block = self.find(content_hash, block_tokens)
                 coming = content_hash in computing or content_hash in self.promoting
                 if host_block is None or coming:
@@ -149,7 +149,7 @@ class TierIndex:
                     break
                 self.ready.move_to_end(content_hash)
                 loads.append((index, host_block))
-            blocks.append(block)
+            blocks.append(block or 0)
         return loads
 
     def request_fetches(
