@@ -55,7 +55,7 @@ class Request:
     # The compiled params.structured_outputs, at the start of the text. Each sequence gets a copy.
     guide: Guide | None = None
     submitted: float = 0.0  # when the front sent it to the engine process; 0: same process
-    # Part of an offline list: only the time until the whole list is finished matters.
+    # Part of an offline batch: only the time until all of its replies are finished matters.
     offline: bool = False
 
 
@@ -86,8 +86,8 @@ def child_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-# Sort key of the queues, lowest first: the policy's rank, the list it arrived in, its place in that
-# list, its number in the order of arrival, its index among the request's completions.
+# Sort key of sequences, lowest first: the policy rank, the number of its offline batch, its place in
+# that batch, its number in the order of arrival, its index among the request's completions.
 Rank = tuple[float, int, int, int, int]
 
 

@@ -1,6 +1,6 @@
 """Where each live sequence is, in rank order, and which batch slots are free.
 
-Queues moves sequences between its lists. It decides nothing.
+Queues moves sequences between these three lists. It decides nothing.
 
     enqueue         start_prefill       move_to_decode
       |               |                   |
@@ -26,13 +26,13 @@ by_rank = attrgetter("rank")
 
 class Queues:
     def __init__(self, policy: Policy, num_slots: int, longest_offline_first: bool = False):
-        """`longest_offline_first`: offline requests that arrive together form a list, and the
-        requests of a list start in the order of their reply limits, longest first."""
+        """`longest_offline_first`: offline requests that arrive together are an offline batch, and
+        its requests are admitted in the order of their reply limits, longest first."""
         self.policy = policy
         self.num_slots = num_slots
         self.longest_offline_first = longest_offline_first
-        self._list_number = 0
-        self._list_arrival: float | None = None
+        self._batch_number = 0
+        self._batch_arrival: float | None = None
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -44,21 +44,22 @@ class Queues:
 
     def enqueue(self, seq: Sequence, arrival_number: int) -> None:
         policy_rank = self.policy.rank(seq) if self.policy.fixed_ranks else 0.0
-        list_number, place = self._place_in_list(seq, arrival_number)
-        seq.rank = (policy_rank, list_number, place, arrival_number, 0)
+        batch_number, place = self._place_in_batch(seq, arrival_number)
+        seq.rank = (policy_rank, batch_number, place, arrival_number, 0)
         insort(self.waiting, seq, key=by_rank)
 
-    def _place_in_list(self, seq: Sequence, arrival_number: int) -> tuple[int, int]:
-        """Return the number of the request's list, which is that of its first request, and the
-        place in it. An online request is a list of its own."""
+    def _place_in_batch(self, seq: Sequence, arrival_number: int) -> tuple[int, int]:
+        """Return the number of the request's offline batch, which is that of its first request, and
+        the place in it. Any other request is a batch of its own."""
         request = seq.request
         if not (self.longest_offline_first and request.offline):
-            self._list_arrival = None
+            self._batch_arrival = None
             return arrival_number, 0
-        if request.arrival != self._list_arrival:
-            self._list_arrival = request.arrival
-            self._list_number = arrival_number
-        return self._list_number, seq.prompt_len - seq.position_limit
+        if request.arrival != self._batch_arrival:
+            self._batch_arrival = request.arrival
+            self._batch_number = arrival_number
+        # The negative reply limit: longest first.
+        return self._batch_number, seq.prompt_len - seq.position_limit
 
     def requeue(self, seq: Sequence) -> None:
         """Put a sequence that has run before back into its place in the queue.
@@ -94,16 +95,16 @@ class Queues:
         insort(self.decoding, seq, key=by_rank)
 
     def remove(self, seq: Sequence) -> None:
-        queue = self.prefilling if seq in self.prefilling else self.decoding
-        queue.remove(seq)
+        sequences = self.prefilling if seq in self.prefilling else self.decoding
+        sequences.remove(seq)
         self.free_slots.append(seq.slot)
         seq.slot = -1
 
     def check(self) -> None:
-        """Raise AssertionError unless each queue is in order and each slot is in one place."""
-        for queue in (self.waiting, self.prefilling, self.decoding):
-            in_order = all(first.rank < second.rank for first, second in pairwise(queue))
-            assert in_order, "a queue is out of order"
+        """Raise AssertionError unless each list is in order and each slot is in one place."""
+        for sequences in (self.waiting, self.prefilling, self.decoding):
+            in_order = all(first.rank < second.rank for first, second in pairwise(sequences))
+            assert in_order, "a list of sequences is out of order"
         for seq in self.waiting:
             assert seq.status is Status.WAITING, f"{seq.id}: waits but has another status"
             holds_resources = seq.block_table or seq.slot != -1 or seq.steps_in_flight
