@@ -143,7 +143,7 @@ class Sequence:
     published_blocks: int = 0  # leading blocks already published to the prefix cache
     cached_tokens: int = 0  # prompt positions found in the prefix cache at its first admission
     disk_wait: DiskWait = DiskWait.NOT_ASKED
-    disk_events_seen: int = 0  # TierIndex.settled when it last looked for its blocks
+    settled_seen: int = 0  # TierIndex.settled when it last looked for its blocks
 
     # Bounded KV (octavo/core/bounded_kv.py). Dropped tokens have left `tokens` too.
     dropped_tokens: int = 0

@@ -95,7 +95,7 @@ class PrefixCache:
         return (
             self.tiers is not None
             and seq.disk_wait is DiskWait.WAITING
-            and seq.disk_events_seen == self.tiers.settled
+            and seq.settled_seen == self.tiers.settled
         )
 
     def request_from_disk(

@@ -323,7 +323,7 @@ class Scheduler:
         forms_batches = self.shaper.batches.form_batch is not None
         lacks_room = fill.closed or not self.queues.free_slots
         self.saturated = bool(self.waiting) and (lacks_room or forms_batches)
-        self.shaper.settle(plan, shape)
+        self.shaper.after_plan(plan, shape)
         self.prefix.demote(plan)
         self.counters.paused += len(shape.paused)
         self.counters.copies += len(plan.copies)

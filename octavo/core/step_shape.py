@@ -131,10 +131,10 @@ class StepShaper:
             skip_decode=paused | preemption.skipping_equals(step),
         )
 
-    def settle(self, plan: Plan, shape: StepShape) -> None:
+    def after_plan(self, plan: Plan, shape: StepShape) -> None:
         """The step is filled: remember what the next shape depends on."""
         if self.preemption is not None:
-            self.preemption.settle(plan, shape.urgent, shape.urgent_positions)
+            self.preemption.after_plan(plan, shape.urgent, shape.urgent_positions)
 
 
 def choose_prompt_budget(schedule: ScheduleConfig, step_times: StepTimes | None) -> PromptBudget:

@@ -195,7 +195,7 @@ class TierIndex:
             self._start_fetch(seq, index, plan)
         waits = bool(missing or num_filling or num_promoting)
         seq.disk_wait = DiskWait.WAITING if waits else DiskWait.OVER
-        seq.disk_events_seen = self.settled
+        seq.settled_seen = self.settled
         return waits
 
     def _start_fetch(self, seq: Sequence, index: int, plan: Plan) -> None:
@@ -251,7 +251,7 @@ class TierIndex:
         if promotions:
             self.promotions.setdefault(plan.step, []).extend(promotions)
             seq.disk_wait = DiskWait.WAITING
-            seq.disk_events_seen = self.settled
+            seq.settled_seen = self.settled
         return len(promotions)
 
     def finish_promotions(

@@ -215,7 +215,7 @@ class UrgentPreemption:
 
     # ---- after a step ----------------------------------------------------------------------------
 
-    def settle(self, plan: Plan, urgent: tuple[Sequence, ...], positions_before: int) -> None:
+    def after_plan(self, plan: Plan, urgent: tuple[Sequence, ...], positions_before: int) -> None:
         """The plan is complete: note whether an urgent prompt advanced. If none did, no sequence
         pauses in the next step."""
         plan.urgent = bool(urgent) and sum(seq.planned for seq in urgent) > positions_before
