@@ -86,8 +86,8 @@ def child_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-# Sort key of sequences, lowest first: the policy rank, the number of its offline batch, its place in
-# that batch, its number in the order of arrival, its index among the request's completions.
+# Sort key of sequences, lowest first: the policy rank, the offline batch, the place in that batch,
+# the number in the order of arrival, the index among the request's completions.
 Rank = tuple[float, int, int, int, int]
 
 

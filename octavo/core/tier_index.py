@@ -281,15 +281,11 @@ class TierIndex:
 
         A block on disk is useless without the blocks before it. Those may stay on the device for
         ever, so they are stored along with it."""
-        for full_block in pool.unpublished_blocks:
-            if full_block.hash in self.ready:
-                self.ready.move_to_end(full_block.hash)
-            elif (
-                full_block.hash not in self.filling
-                and self._store(full_block, plan)
-                and self.has_disk
-            ):
-                parent = pool.full_block(full_block.parent)
+        for removed in pool.unpublished_blocks:
+            if removed.hash in self.ready:
+                self.ready.move_to_end(removed.hash)
+            elif removed.hash not in self.filling and self._store(removed, plan) and self.has_disk:
+                parent = pool.full_block(removed.parent)
                 while parent and not self._has(parent.hash) and self._store(parent, plan):
                     parent = pool.full_block(parent.parent)
 

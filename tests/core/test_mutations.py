@@ -124,7 +124,7 @@ BUGS = {
     "a missed fetch keeps its host block": ("tier_index", "        self._finish_filling(fetch.host_block, arrived)\n", "        if arrived:\n            self._finish_filling(fetch.host_block, arrived)\n"),
     "disk events are not collected while nothing runs": ("prefix", "            plan.awaits_disk = bool(self.tiers.fetching or self.tiers.promoting)\n", ""),
     "a sequence that waits for the disk never looks again": ("tier_index", "        self.pin_counts[host_block] -= 1\n        self.settled += 1\n", "        self.pin_counts[host_block] -= 1\n"),
-    "a content is in two host blocks": ("tier_index", "elif full_block.hash not in self.filling and self._store", "elif self._store"),
+    "a content is in two host blocks": ("tier_index", "elif removed.hash not in self.filling and self._store", "elif self._store"),
     "cleared content comes back": ("tier_index", "        self.filling.clear()\n", ""),
     "a promoted block stays in use": ("tier_index", "            pool.release(full_block.block)\n", ""),
     "corrupt content is cached": ("tier_index", "if loaded and host_block not in corrupt:", "if loaded:"),
