@@ -1,4 +1,4 @@
-"""Batching modes: when waiting requests may start.
+"""Batching modes: when waiting requests may be admitted.
 
     continuous  at any time: there is no batch to wait for
     adaptive    likewise, but steps compute only as many prompt tokens as the latency target allows
@@ -84,18 +84,18 @@ def find_form_batch(schedule: ScheduleConfig) -> FormBatch | None:
 
 
 class Batches:
-    """Which requests may start. If the mode forms no batches, all may."""
+    """Which requests may be admitted. If the mode forms no batches, all may."""
 
     def __init__(self, schedule: ScheduleConfig):
         self.schedule = schedule
         self.form_batch = find_form_batch(schedule)
-        self.started: set[str] = set()  # requests of the batches that may run
+        self.admissible: set[str] = set()  # requests of the batches that may run
 
     def form_next(self, waiting: list[Sequence], live_requests: Container[str], now: float) -> None:
         """Start the next batch if it is time: alone, or in mode `window` beside other batches that
         leave it enough slots."""
         assert self.form_batch is not None
-        running = {request_id for request_id in self.started if request_id in live_requests}
+        running = {request_id for request_id in self.admissible if request_id in live_requests}
         fits_beside = (
             self.schedule.batching == "window"
             and len(running) + self.schedule.max_batch <= self.schedule.max_num_seqs
@@ -103,7 +103,7 @@ class Batches:
         if not running or fits_beside:
             new = [seq for seq in waiting if seq.request.id not in running]
             size = self.form_batch(new, now) if new else 0
-            self.started = running | {seq.request.id for seq in new[:size]}
+            self.admissible = running | {seq.request.id for seq in new[:size]}
 
-    def may_start(self, seq: Sequence) -> bool:
-        return self.form_batch is None or seq.request.id in self.started
+    def may_admit(self, seq: Sequence) -> bool:
+        return self.form_batch is None or seq.request.id in self.admissible

@@ -121,9 +121,9 @@ class StepFill:
     plan: Plan
     shape: StepShape
     tokens_left: int
-    # A sequence was preempted for lack of a block, so none starts: no victim comes right back.
+    # A sequence was preempted for lack of a block, so none is admitted: no victim comes right back.
     preempted: bool = False
-    blocked: bool = False  # a sequence lacked blocks, so none behind it starts
+    blocked: bool = False  # a sequence lacked blocks, so none behind it is admitted
     left_waiting: set[int] = field(default_factory=set)  # Sequence.id that NotAdmitted has named
 
     @property
@@ -449,28 +449,28 @@ class Scheduler:
         if len(self.pool.free_blocks) - num_blocks < share + len(self.decoding):
             return
         awaited: set[bytes] = set()
-        for seq in self._startable(fill):
+        for seq in self._admissible(fill):
             if share <= 0:
                 break
             if not seq.pending_forks and len(seq.tokens) <= share:
-                used = self._try_start(seq, share, fill, awaited)
+                used = self._try_admit(seq, share, fill, awaited)
                 share -= used
                 fill.tokens_left -= used
 
     def _plan_prompts(self, fill: StepFill) -> None:
         """Plan chunks of prompts that have started and admit waiting ones, merged in rank order."""
         awaited: set[bytes] = set()
-        for seq in merge(list(self.prefilling), self._startable(fill), key=by_rank):
+        for seq in merge(list(self.prefilling), self._admissible(fill), key=by_rank):
             if fill.tokens_left <= 0:
                 break
             if seq.status is Status.WAITING:
                 if not fill.closed and self.queues.free_slots:
-                    fill.tokens_left -= self._try_start(seq, fill.tokens_left, fill, awaited)
+                    fill.tokens_left -= self._try_admit(seq, fill.tokens_left, fill, awaited)
             elif seq.id not in fill.shape.paused and not self._plan_chunk(seq, fill):
                 break
 
-    def _startable(self, fill: StepFill) -> Iterator[Sequence]:
-        """Yield waiting sequences in rank order, until no more may start."""
+    def _admissible(self, fill: StepFill) -> Iterator[Sequence]:
+        """Yield waiting sequences in rank order, until no more may be admitted."""
         for seq in list(self.waiting) if self.queues.free_slots else ():
             if fill.closed or not self.queues.free_slots or seq.rank >= fill.shape.admit_before:
                 return
@@ -528,16 +528,16 @@ class Scheduler:
 
     # ---- admission -------------------------------------------------------------------------------
 
-    def _try_start(
+    def _try_admit(
         self, seq: Sequence, token_budget: int, fill: StepFill, awaited: set[bytes]
     ) -> int:
-        """Admit a waiting sequence if it may start and there is room. Returns the tokens used.
+        """Admit a waiting sequence if it may be admitted and there is room. Returns the tokens used.
 
         A sequence waits for another that computes most of its prompt, and for the disk if that has
         much of its prompt; sequences behind it need not wait. `awaited` holds the first block hash
         of sequences that wait for another: sequences with the same first block are not matched
         again in this plan."""
-        if not self.shaper.may_start(seq):
+        if not self.shaper.may_admit(seq):
             self._leave_waiting(seq, self._why_not_ready(seq), fill)
             return 0
         if awaited and self.pool.block_size < len(seq.tokens):
@@ -565,10 +565,10 @@ class Scheduler:
             self.events.emit(NotAdmitted(seq, reason))
 
     def _why_not_ready(self, seq: Sequence) -> str:
-        """Return why a sequence may not start, whatever room there is."""
+        """Return why a sequence may not be admitted, whatever room there is."""
         if self.prefix.waits_for_disk(seq):
             return DISK_READ
-        return OTHER_BEAMS if self.shaper.batches.may_start(seq) else BATCH_FORMING
+        return OTHER_BEAMS if self.shaper.batches.may_admit(seq) else BATCH_FORMING
 
     def _report_first_waiting(self, fill: StepFill) -> None:
         """Report the first sequence that this plan did not try to admit, and the reason."""

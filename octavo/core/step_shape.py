@@ -1,5 +1,5 @@
 """The shape of the next step, decided before anything is planned: its token budget, which sequences
-pause, are preempted or may start, and how much of it short prompts may take first.
+pause, are preempted or may be admitted, and how much of it short prompts may take first.
 
 StepShape is the result. It combines the cap after the device ran out of memory, the latency target,
 offline piggybacking, urgent requests and short prompts. The scheduler then fills the step within
@@ -27,7 +27,9 @@ NO_IDS: frozenset[int] = frozenset()
 class StepShape(NamedTuple):
     token_budget: int
     short_prompt_share: float  # fraction of the remaining budget that short prompts may take first
-    admit_before: Rank = LAST_RANK  # waiting sequences with this rank or a later one do not start
+    admit_before: Rank = (
+        LAST_RANK  # waiting sequences with this rank or a later one are not admitted
+    )
     victims: tuple[Sequence, ...] = ()  # to be preempted before the step is filled
     urgent: tuple[Sequence, ...] = ()  # prompts that other sequences pause for
     urgent_positions: int = 0  # positions planned for the urgent prompts so far
@@ -75,7 +77,7 @@ class StepShaper:
                 prefix=prefix,
                 step_times=self.step_times,
                 depth=schedule.depth,
-                may_start=self.may_start,
+                may_admit=self.may_admit,
             )
         self.prompt_budget = choose_prompt_budget(schedule, self.step_times)
 
@@ -91,11 +93,11 @@ class StepShaper:
         if self.batches.form_batch is not None and self.queues.waiting:
             self.batches.form_next(self.queues.waiting, sequences_by_request, clock())
 
-    def may_start(self, seq: Sequence) -> bool:
-        """Return whether nothing but room keeps a sequence from starting: its batch has formed, it
-        is not a beam that waits for its siblings, and it does not wait for the disk."""
+    def may_admit(self, seq: Sequence) -> bool:
+        """Return whether a sequence may be admitted if there is room: its batch has formed, it is
+        not a beam that waits for its siblings, and it does not wait for the disk."""
         return (
-            self.batches.may_start(seq)
+            self.batches.may_admit(seq)
             and not has_reported(seq)
             and not self.prefix.waits_for_disk(seq)
         )

@@ -62,7 +62,7 @@ class UrgentPreemption:
         prefix: PrefixCache,
         step_times: StepTimes,
         depth: int,
-        may_start: Callable[[Sequence], bool],
+        may_admit: Callable[[Sequence], bool],
     ):
         self.queues = queues
         self.policy = queues.policy
@@ -70,7 +70,7 @@ class UrgentPreemption:
         self.pool = prefix.pool
         self.step_times = step_times
         self.depth = depth
-        self.may_start = may_start
+        self.may_admit = may_admit
         self.last_urgent: Sequence | None = None  # the latest prompt that others paused for
         self.equals_skipped = False  # decoding equals of an urgent prompt skipped the last step
         # Sequences paused in the last step, and no prompt advanced.
@@ -103,7 +103,7 @@ class UrgentPreemption:
             if seq.status is Status.WAITING:
                 step.admit_before = seq.rank
             return True
-        if seq.status is Status.WAITING and not self.may_start(seq):
+        if seq.status is Status.WAITING and not self.may_admit(seq):
             return True
         paused = set() if self.paused_without_progress else self._paused_for(seq, step.victims)
         decoding = [other for other in step.decoding if other.id not in paused]

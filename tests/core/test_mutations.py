@@ -69,7 +69,7 @@ BUGS = {
     "a sequence that pauses is planned but not computed": ("scheduler", "if position + 1 >= seq.position_limit or seq.id in skip:", "seq.planned += seq.id in skip\n            if position + 1 >= seq.position_limit or seq.id in skip:"),
     "a sequence that skips a step is planned but not computed": ("urgent_preemption", "        self.equals_skipped = bool(skipping)\n", "        self.equals_skipped = bool(skipping)\n        for other in self.queues.decoding:\n            other.planned += other.id in skipping\n"),
     "a batch forms while another runs": ("batching", "if not running or fits_beside:", "if True:"),
-    "requests start without a batch": ("batching", "return self.form_batch is None or seq.request.id in self.started", "return True"),
+    "requests start without a batch": ("batching", "return self.form_batch is None or seq.request.id in self.admissible", "return True"),
     "the slot is not freed": ("queues", "        self.free_slots.append(seq.slot)\n", ""),
     "blocks are not freed": ("scheduler", "            self.pool.release(block)\n", "            pass\n"),
     "an aborted request keeps waiting": ("scheduler", "            self.waiting.remove(seq)\n", "            pass\n"),
