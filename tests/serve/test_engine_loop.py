@@ -160,14 +160,14 @@ def test_an_abort_forgets_what_was_kept_back() -> None:
 
 def test_a_request_is_said_to_have_begun_once() -> None:
     _, sent = run([add("a", 40, max_tokens=3), *[None] * 10])
-    (begun,) = [m.begun for m in sent if isinstance(m, StepOutputs) and m.begun]
+    (begun,) = [m.admitted for m in sent if isinstance(m, StepOutputs) and m.admitted]
     assert [id for id, _ in begun] == ["a"] and 0 <= time.monotonic() - begun[0][1] < 60
 
 
 def test_a_request_with_forks_and_a_preempted_one_start_once() -> None:
     loop, sent = run([add("a", 90, n=3, temperature=1.0, max_tokens=60), *[None] * 90])
     assert loop.engine.scheduler.counters.preemptions > 0
-    started = [id for m in sent if isinstance(m, StepOutputs) for id, _ in m.begun]
+    started = [id for m in sent if isinstance(m, StepOutputs) for id, _ in m.admitted]
     assert started == ["a"]
 
 
@@ -205,7 +205,7 @@ def guided(id: str, regex: str = "good") -> Add:
 def test_a_request_is_held_until_its_guide_is_there_and_others_are_not() -> None:
     script = [guided("g"), add("a", max_tokens=6), *[None] * 14]
     loop, sent = run(script, guides=FakeGuides(9))
-    begun = [id for m in sent if isinstance(m, StepOutputs) for id, _ in m.begun]
+    begun = [id for m in sent if isinstance(m, StepOutputs) for id, _ in m.admitted]
     ended = [
         out.request_id
         for m in sent
@@ -218,7 +218,7 @@ def test_a_request_is_held_until_its_guide_is_there_and_others_are_not() -> None
     assert taken < next(
         i
         for i, m in enumerate(sent)
-        if isinstance(m, StepOutputs) and [id for id, _ in m.begun] == ["g"]
+        if isinstance(m, StepOutputs) and [id for id, _ in m.admitted] == ["g"]
     )
 
 
@@ -448,11 +448,11 @@ def test_a_long_step_is_told_of_until_it_has_landed(
     monkeypatch.setattr(FakeLink, "send", send)
     _, sent = run([add("a", 14, max_tokens=4), *[None] * 12], depth)
     assert max(step_seconds) == 14 and step_seconds[-1] == 0 and landed[0] == 0
-    assert [id for m in sent if isinstance(m, StepOutputs) for id, _ in m.begun] == ["a"], (
+    assert [id for m in sent if isinstance(m, StepOutputs) for id, _ in m.admitted] == ["a"], (
         "and that it has begun, once"
     )
     first = next(i for i, m in enumerate(sent) if isinstance(m, StepOutputs))
-    assert sent[first].begun and not sent[first].outputs and sent[first].step_seconds == 14
+    assert sent[first].admitted and not sent[first].outputs and sent[first].step_seconds == 14
 
 
 def test_a_long_step_that_fails_is_not_waited_for() -> None:
@@ -499,7 +499,7 @@ def test_an_engine_that_hangs_in_a_long_step_is_noticed_though_its_requests_have
 def test_a_request_that_ends_with_its_first_step_has_begun_too() -> None:
     _, sent = run([add("a", max_tokens=1), *[None] * 3])
     (news,) = [m for m in sent if isinstance(m, StepOutputs) and m.outputs]
-    assert [id for id, _ in news.begun] == ["a"] and news.outputs[0].finish_reason == "length"
+    assert [id for id, _ in news.admitted] == ["a"] and news.outputs[0].finish_reason == "length"
 
 
 def test_the_steps_of_who_left_are_counted_when_the_engine_rests() -> None:

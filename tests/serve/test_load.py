@@ -48,7 +48,7 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
     queue.enter("2", Owner(), 20)
     with pytest.raises(ApiError, match="3 requests"):
         queue.check(1, 0)
-    queue.leave("0", begun=True)
+    queue.leave("0", admitted=True)
     queue.check(1, 40)
 
 
@@ -58,7 +58,7 @@ def test_a_full_queue_is_known_before_the_request_is_read() -> None:
     with pytest.raises(ApiError, match="100 prompt tokens") as caught:
         queue.check_full()
     assert (caught.value.status, caught.value.code) == (429, "queue_full")
-    queue.leave("0", begun=True)
+    queue.leave("0", admitted=True)
     owners = [Owner(), Owner()]
     for k, owner in enumerate(owners):
         queue.check_full()
@@ -90,7 +90,7 @@ def test_a_higher_priority_pushes_out_the_youngest_lower_one() -> None:
 
     def fail(error: ApiError) -> None:
         second.error = error  # type: ignore[assignment]
-        queue.leave("2", begun=False)
+        queue.leave("2", admitted=False)
 
     second.fail = fail  # type: ignore[method-assign]
     queue.enter("1", first, 1)
@@ -109,14 +109,14 @@ def test_when_to_come_back_follows_the_measured_rate(monkeypatch: pytest.MonkeyP
         queue.enter(str(k), Owner(), 1)
     for k in range(30):  # ten a second
         now += 0.1
-        queue.leave(str(k), begun=True)
+        queue.leave(str(k), admitted=True)
     assert [queue.retry_after() for _ in range(3)] == pytest.approx([2.0, 2.07, 2.14], rel=0.01), (
         "one after another"
     )
     now += 2.05
     assert queue.retry_after() == pytest.approx(2.14, rel=0.01), "the first of them came back"
     for k in range(30, 50):
-        queue.leave(str(k), begun=False)
+        queue.leave(str(k), admitted=False)
     now += 1000
     queue.enter("later", Owner(), 1)
     assert queue.retry_after() == pytest.approx(0.1, rel=0.01), (

@@ -115,10 +115,10 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 
 
 class StepOutputs(msgspec.Struct, tag=True, array_like=True):
-    """The outputs of a step, and the requests that have started."""
+    """The outputs of a step, and the requests that were admitted."""
 
     outputs: list[Output]
-    begun: list[tuple[str, float]]  # The requests that have started, and when.
+    admitted: list[tuple[str, float]]  # The requests that were admitted, and when.
     steps: list[int] = []  # The number of tokens of each step since the last message.
     unsent_tokens: int = 0  # Tokens of aborted requests that were generated but never sent.
     # Seconds that the longest step in flight or about to start may take, or 0 if it is not long.

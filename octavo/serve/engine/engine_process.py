@@ -230,7 +230,7 @@ class EngineLoop:
 
     def send(self, outputs: list[Output]) -> None:
         """Send the outputs of a step, and changes of state that the front process needs."""
-        started = self.counts.take_started()
+        admitted = self.counts.take_admitted()
         self._close_idle_viewer()
         if self.unsent_tokens:
             outputs = [output for output in outputs if self._is_due(output)]
@@ -239,21 +239,25 @@ class EngineLoop:
         self.full = self.engine.scheduler.saturated
         # If all requests were aborted, no later message would report these steps.
         has_last_steps = self.counts.has_steps and self.engine.idle
-        if outputs or started or has_last_steps or (self.step_seconds, self.full) != before:
+        if outputs or admitted or has_last_steps or (self.step_seconds, self.full) != before:
             steps = self.counts.take_step_tokens()
             self.link.send(
-                StepOutputs(outputs, started, steps, step_seconds=self.step_seconds, full=self.full)
+                StepOutputs(
+                    outputs, admitted, steps, step_seconds=self.step_seconds, full=self.full
+                )
             )
 
     def _announce_long_step(self, seconds: float) -> None:
         """Report a long step before it is launched.
 
-        The watchdog then does not count it as a hang, and the requests that start with it count as
-        started.
+        The watchdog then does not count it as a hang, and the requests that it admits count as
+        admitted.
         """
         self.step_seconds = max(seconds, self.step_seconds)
-        started = self.counts.take_started()
-        self.link.send(StepOutputs([], started, [], step_seconds=self.step_seconds, full=self.full))
+        admitted = self.counts.take_admitted()
+        self.link.send(
+            StepOutputs([], admitted, [], step_seconds=self.step_seconds, full=self.full)
+        )
 
     def _send_view(self) -> None:
         """Send a heartbeat and a view for the live page."""

@@ -14,20 +14,20 @@ LONG_SECONDS = 5.0  # A step that may take longer is announced before it is laun
 
 
 class StepCounts:
-    """Counts the tokens of steps, and notes which requests have started."""
+    """Counts the tokens of steps, and notes which requests were admitted."""
 
     def __init__(self, events: EventLog):
         self.prefill_tokens = 0
         self.decode_tokens = 0
-        self._started: list[tuple[str, float]] = []
+        self._admitted: list[tuple[str, float]] = []
         self._step_tokens: list[int] = []
         events.subscribe(self.on_event, Admitted, StepPlanned)
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Admitted):
-            # The first sequence of a request starts before its forks.
+            # The first sequence of a request is admitted before its forks.
             if event.seq.index == 0 and event.seq.preemptions == 0:
-                self._started.append((event.seq.request.id, time.monotonic()))
+                self._admitted.append((event.seq.request.id, time.monotonic()))
         elif isinstance(event, StepPlanned) and event.plan.items:
             items = event.plan.items
             prefill_tokens = sum(item.num_tokens for item in items if item.start is not None)
@@ -40,11 +40,11 @@ class StepCounts:
     def has_steps(self) -> bool:
         return bool(self._step_tokens)
 
-    def take_started(self) -> list[tuple[str, float]]:
-        """Return the requests that have started since the last call, and when."""
-        started = self._started
-        self._started = []
-        return started
+    def take_admitted(self) -> list[tuple[str, float]]:
+        """Return the requests that were admitted since the last call, and when."""
+        admitted = self._admitted
+        self._admitted = []
+        return admitted
 
     def take_step_tokens(self) -> list[int]:
         """Return the number of tokens of each step since the last call."""

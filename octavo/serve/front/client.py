@@ -344,7 +344,7 @@ class EngineClient:
         self.queue.check_full(priority, self._free_slots())
 
     def _free_slots(self) -> int:
-        """Return how many requests the engine can start in its next step."""
+        """Return how many requests the engine can admit in its next step."""
         model = self.model  # This raises ApiError while the engine is not ready.
         if self.engine_full:
             return 0
@@ -444,7 +444,7 @@ class EngineClient:
             if self.open_requests.pop(request.id, None) is not None
         ]
         for request_id in request_ids:
-            self.queue.leave(request_id, begun=False)
+            self.queue.leave(request_id, admitted=False)
         if request_ids:
             self.supervisor.send(Abort(request_ids))
 
@@ -501,7 +501,7 @@ class EngineClient:
     def _receive_step(self, message: StepOutputs) -> None:
         """Record the results of a step of the engine, and start to process its outputs."""
         self.engine_full = message.full
-        for request_id, start_time in message.begun:
+        for request_id, start_time in message.admitted:
             self._leave_queue(request_id, start_time)
         for tokens in message.steps:
             self.metrics.iteration.observe(tokens)
@@ -527,11 +527,11 @@ class EngineClient:
         refused.call.fail(ApiError(400, message.message, message.code, param))
 
     def _leave_queue(self, request_id: str, start_time: float) -> None:
-        """Record that the engine has started a request, unless that is known already."""
+        """Record that the engine has admitted a request, unless that is known already."""
         if request_id in self.queue.waiting:
-            self.queue.leave(request_id, begun=True)
+            self.queue.leave(request_id, admitted=True)
             call, prompt_index = self.open_requests[request_id]
-            self.metrics.begun(call.collectors[prompt_index], start_time)
+            self.metrics.admitted(call.collectors[prompt_index], start_time)
 
     def _process_outputs(self) -> None:
         """Process a few outputs in each iteration of the event loop.

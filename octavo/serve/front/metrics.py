@@ -497,8 +497,8 @@ class Metrics:
                 model.block_size, model.num_blocks, model.prefix_caching, model.kv_dtype
             ).set(1)
 
-    def begun(self, collector: Collector, start_time: float) -> None:
-        """Record that the engine has started a request."""
+    def admitted(self, collector: Collector, start_time: float) -> None:
+        """Record that the engine has admitted a request."""
         self._start_times[collector.request.id] = start_time
         self.queue_time.observe(max(start_time - collector.request.arrival, 0.0))
         self.prompt_tokens.inc(len(collector.request.prompt))

@@ -14,7 +14,7 @@ from octavo.serve.api.api_errors import MAX_RETRY_AFTER, ApiError, queue_full
 
 HALF_LIFE = 10.0  # The weight of a measurement halves in this many seconds.
 MAX_RETRY_TIMES = 10_000
-# The time between two starts of waiting requests, until there is a measurement.
+# The time between two admissions of waiting requests, until there is a measurement.
 DEFAULT_SECONDS_PER_REQUEST = 0.05
 # The share of refused clients that is assumed to retry. The value is low on purpose, because an
 # empty queue costs more than a second refusal.
@@ -36,11 +36,11 @@ class Queue:
         # request id -> (its call, number of tokens in its prompt)
         self.waiting: dict[str, tuple[Waiting, int]] = {}
         self.tokens = 0
-        # While requests wait, the time at which the last one started or the first one arrived.
+        # While requests wait, the time at which the last one was admitted or the first one arrived.
         self._since = 0.0
-        # The time during which requests waited, and how many started in it. Both decay.
+        # The time during which requests waited, and how many were admitted in it. Both decay.
         self._seconds = 0.0
-        self._started = 0.0
+        self._admitted = 0.0
         # The times at which refused clients should retry, in approximately ascending order.
         self._retry_times: deque[float] = deque()
 
@@ -48,7 +48,7 @@ class Queue:
         """Raise queue_full if there is no room for these requests.
 
         Waiting requests of lower priority are refused first to make room. `free` is the number of
-        requests that the engine can start at once.
+        requests that the engine can admit at once.
         """
         while (excess := self._excess(requests, tokens, free)) is not None:
             displaced = self._latest_below(priority)
@@ -89,8 +89,8 @@ class Queue:
         self.waiting[request_id] = (owner, tokens)
         self.tokens += tokens
 
-    def leave(self, request_id: str, begun: bool) -> None:
-        """Remove a request, because the engine has started it or because it was aborted.
+    def leave(self, request_id: str, admitted: bool) -> None:
+        """Remove a request, because the engine has admitted it or because it was aborted.
 
         A request that does not wait is ignored.
         """
@@ -98,18 +98,18 @@ class Queue:
         if entry is None:
             return
         self.tokens -= entry[1]
-        if begun:
+        if admitted:
             now = time.monotonic()
             elapsed = now - self._since
             self._since = now
             decay = 0.5 ** (elapsed / HALF_LIFE)
             self._seconds = self._seconds * decay + elapsed
-            self._started = self._started * decay + 1
+            self._admitted = self._admitted * decay + 1
 
     def retry_after(self) -> float:
         """Return the seconds after which a refused client should retry.
 
-        At the measured rate, the engine should by then have started all waiting requests and the
+        At the measured rate, the engine should by then have admitted all waiting requests and the
         requests of clients that were refused earlier. So refused clients return one after another
         instead of all at once.
         """
@@ -117,8 +117,8 @@ class Queue:
         while self._retry_times and self._retry_times[0] < now:
             self._retry_times.popleft()
         seconds_each = DEFAULT_SECONDS_PER_REQUEST
-        if self._started:
-            seconds_each = self._seconds / self._started
+        if self._admitted:
+            seconds_each = self._seconds / self._admitted
         ahead = len(self.waiting) + RETURNING_SHARE * len(self._retry_times)
         delay = min(ahead * seconds_each, MAX_RETRY_AFTER)
         if len(self._retry_times) < MAX_RETRY_TIMES:
