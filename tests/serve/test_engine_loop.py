@@ -516,7 +516,7 @@ def test_the_front_is_told_whether_there_is_room() -> None:
     for m in messages:
         m.send_at_end = True
     _, sent = run([*messages, *[None] * 60])
-    told = [news.full for news in sent if isinstance(news, StepOutputs)]
+    told = [news.saturated for news in sent if isinstance(news, StepOutputs)]
     assert True in told and told[-1] is False
 
 
@@ -524,4 +524,4 @@ def test_who_leaves_an_engine_that_rests_leaves_room() -> None:
     _, sent = run(
         [*[add(name, max_tokens=50) for name in "abcde"], None, None, Abort(list("abcde"))]
     )
-    assert [news.full for news in sent if isinstance(news, StepOutputs)][-1] is False
+    assert [news.saturated for news in sent if isinstance(news, StepOutputs)][-1] is False

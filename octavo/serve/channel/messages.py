@@ -123,7 +123,7 @@ class StepOutputs(msgspec.Struct, tag=True, array_like=True):
     unsent_tokens: int = 0  # Tokens of aborted requests that were generated but never sent.
     # Seconds that the longest step in flight or about to start may take, or 0 if it is not long.
     step_seconds: float = 0.0
-    full: bool = False  # Requests wait for batch slots, blocks or a batch.
+    saturated: bool = False  # Requests wait for batch slots, blocks or a batch.
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):

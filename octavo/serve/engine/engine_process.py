@@ -114,7 +114,7 @@ class EngineLoop:
         self.viewer: Viewer | None = None  # It exists while a live page is open.
         # The values that were last sent to the front process.
         self.step_seconds = 0.0
-        self.full = False
+        self.saturated = False
         self.heartbeat = Heartbeat()
         self._snapshot()
 
@@ -178,12 +178,16 @@ class EngineLoop:
             num_unsent += sum(map(len, self.unsent_tokens.pop(request_id, {}).values()))
             self.engine.abort(request_id)
         is_idle = self.engine.idle and not self.held
-        was_full = self.full
-        self.full = self.full and not is_idle
-        if num_unsent or was_full != self.full:
+        was_saturated = self.saturated
+        self.saturated = self.saturated and not is_idle
+        if num_unsent or was_saturated != self.saturated:
             self.link.send(
                 StepOutputs(
-                    [], [], unsent_tokens=num_unsent, step_seconds=self.step_seconds, full=self.full
+                    [],
+                    [],
+                    unsent_tokens=num_unsent,
+                    step_seconds=self.step_seconds,
+                    saturated=self.saturated,
                 )
             )
         if is_idle:
@@ -234,16 +238,20 @@ class EngineLoop:
         self._close_idle_viewer()
         if self.unsent_tokens:
             outputs = [output for output in outputs if self._is_due(output)]
-        before = (self.step_seconds, self.full)
+        before = (self.step_seconds, self.saturated)
         self.step_seconds = self.long_steps.longest
-        self.full = self.engine.scheduler.saturated
+        self.saturated = self.engine.scheduler.saturated
         # If all requests were aborted, no later message would report these steps.
         has_last_steps = self.counts.has_steps and self.engine.idle
-        if outputs or admitted or has_last_steps or (self.step_seconds, self.full) != before:
+        if outputs or admitted or has_last_steps or (self.step_seconds, self.saturated) != before:
             steps = self.counts.take_step_tokens()
             self.link.send(
                 StepOutputs(
-                    outputs, admitted, steps, step_seconds=self.step_seconds, full=self.full
+                    outputs,
+                    admitted,
+                    steps,
+                    step_seconds=self.step_seconds,
+                    saturated=self.saturated,
                 )
             )
 
@@ -256,7 +264,7 @@ class EngineLoop:
         self.step_seconds = max(seconds, self.step_seconds)
         admitted = self.counts.take_admitted()
         self.link.send(
-            StepOutputs([], admitted, [], step_seconds=self.step_seconds, full=self.full)
+            StepOutputs([], admitted, [], step_seconds=self.step_seconds, saturated=self.saturated)
         )
 
     def _send_view(self) -> None:

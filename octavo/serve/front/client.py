@@ -277,7 +277,7 @@ class EngineClient:
         self.tokenizer: Tokenizer | None = None
         self.draining = False
         # True means that the engine reported that it has no room for waiting requests.
-        self.engine_full = False
+        self.engine_saturated = False
         self.view: View | None = None  # The latest view, until live_feed.py takes it.
         self.quarantine = Quarantine()
         # If this is None, specs of structured output are not compiled as a trial.
@@ -346,7 +346,7 @@ class EngineClient:
     def _free_slots(self) -> int:
         """Return how many requests the engine can admit in its next step."""
         model = self.model  # This raises ApiError while the engine is not ready.
-        if self.engine_full:
+        if self.engine_saturated:
             return 0
         running = len(self.open_requests) - len(self.queue.waiting)
         return max(model.max_num_seqs - running, 0)
@@ -500,7 +500,7 @@ class EngineClient:
 
     def _receive_step(self, message: StepOutputs) -> None:
         """Record the results of a step of the engine, and start to process its outputs."""
-        self.engine_full = message.full
+        self.engine_saturated = message.saturated
         for request_id, start_time in message.admitted:
             self._leave_queue(request_id, start_time)
         for tokens in message.steps:
@@ -585,7 +585,7 @@ class EngineClient:
                 self._process_output(self._outputs.popleft(), time.monotonic())
             except Exception:  # An error in one output must not keep the calls from being ended.
                 log.exception("cannot process an output of the engine that has ended")
-        self.engine_full = False
+        self.engine_saturated = False
         self._record_failure(set(self.open_requests))
         for call in list(self.calls.values()):
             call.fail(api_errors.engine_lost())
