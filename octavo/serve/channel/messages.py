@@ -32,10 +32,10 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     prompt: list[int]
     params: SamplingParams
     arrival: float
-    salt: str
+    cache_salt: str
     priority: int = 0
     deadline: float | None = None
-    key: str = ""
+    tenant: str = ""
     submitted: float = 0.0  # The time at which the front process sent the request.
     # If the reply is not streamed, the engine sends the first token, and the others at the end.
     send_at_end: bool = False

@@ -203,10 +203,10 @@ class EngineLoop:
                     prompt=message.prompt,
                     params=message.params,
                     arrival=message.arrival,
-                    cache_salt=message.salt,
+                    cache_salt=message.cache_salt,
                     priority=message.priority,
                     deadline=message.deadline,
-                    tenant=message.key,
+                    tenant=message.tenant,
                     guide=guide,
                     submitted=message.submitted,
                 )

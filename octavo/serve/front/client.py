@@ -372,14 +372,14 @@ class EngineClient:
             if index == len(call.requests) - 1:
                 on_sent = partial(self._after_send, call, timeout)
             message = Add(
-                request.id,
-                request.prompt,
-                request.params,
-                request.arrival,
-                request.cache_salt,
-                request.priority,
-                request.deadline,
-                request.tenant,
+                id=request.id,
+                prompt=request.prompt,
+                params=request.params,
+                arrival=request.arrival,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+                deadline=request.deadline,
+                tenant=request.tenant,
                 send_at_end=not call.stream and is_decoded_at_end(request.params, call.until),
             )
             self.supervisor.send(message, on_sent)
