@@ -43,7 +43,7 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 _BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
-class Pieces(dict[int, bytes]):
+class TokenBytes(dict[int, bytes]):
     """Maps a token id to the bytes of the token. An entry is computed when it is first used.
 
     `decoding` follows from the decoder of the tokenizer:
@@ -162,7 +162,7 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, continuing: bool = False
     ):
-        self._pieces = tokenizer.pieces
+        self._pieces = tokenizer.bytes_by_id
         self._hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = _Utf8("replace")
         self._leading_spaces = 0 if continuing else self._pieces.leading_spaces

@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from octavo.errors import InvalidRequest, ModelError
-from octavo.text.detokenize import BYTE_OF_CHARACTER, Detokenizer, Pieces
+from octavo.text.detokenize import BYTE_OF_CHARACTER, Detokenizer, TokenBytes
 from octavo.text.gguf_tokenizer import (
     PRE_TOKENIZERS,
     byte_level_bpe,
@@ -120,7 +120,7 @@ class Tokenizer:
         self.vocab_size = max(
             [backend.get_vocab_size(), *(token_id + 1 for token_id in added_tokens)]
         )
-        self.pieces = Pieces(backend)
+        self.bytes_by_id = TokenBytes(backend)
         # Longest first: of several special tokens at one position, the longest one matches.
         special_texts = sorted(
             (added_tokens[token_id].content for token_id in self.special_ids), key=len, reverse=True
@@ -163,7 +163,7 @@ class Tokenizer:
         return detokenizer.push([ids] if isinstance(ids, int) else ids) + detokenizer.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
-        return self.pieces[token_id]
+        return self.bytes_by_id[token_id]
 
     def token_str(self, token_id: int) -> str:
         """Return the token as the vocabulary spells it, or "" for an id without a token."""
@@ -285,7 +285,7 @@ class Tokenizer:
         for byte in self.token_str(token_id).encode():
             for spelling in (f"<0x{byte:02X}>", _CHARACTER_OF_BYTE[byte]):
                 byte_id = self.backend.token_to_id(spelling)
-                if byte_id is not None and self.pieces[byte_id] == bytes([byte]):
+                if byte_id is not None and self.bytes_by_id[byte_id] == bytes([byte]):
                     byte_ids.append(byte_id)
                     break
         return byte_ids

@@ -20,7 +20,7 @@ def make_vocabulary(
         problem = "this engine runs without one"
     elif not end_ids:
         problem = "this model has no token that ends a text"
-    elif tokenizer.pieces.decoding == "other":
+    elif tokenizer.bytes_by_id.decoding == "other":
         problem = "the text of this model's tokens depends on their neighbours"
     else:
         vocabulary = Vocabulary(tokenizer, vocab_size, end_ids)

@@ -135,7 +135,7 @@ def test_the_work_for_each_token_does_not_grow(monkeypatch: pytest.MonkeyPatch) 
 
     for kind in ("byte-level", "sentencepiece", "wordpiece"):
         t = Tokenizer(KINDS[kind]())
-        t.pieces.backend = Backend(t.backend)  # type: ignore[assignment]
+        t.bytes_by_id.backend = Backend(t.backend)  # type: ignore[assignment]
         rng = random.Random(0)
         costs = []
         for n in (200, 2000):

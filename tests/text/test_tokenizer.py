@@ -227,7 +227,7 @@ def test_a_users_text_never_holds_a_special_token_and_is_kept(
     ids = t.encode(text, add_special_tokens=False, parse_special=False)
     unknown = {t.backend.token_to_id(name) for name in ("<unk>", "[UNK]")}
     assert not (t.special_ids - unknown) & set(ids)
-    if t.pieces.decoding == "bytes" or kind == "gemma":
+    if t.bytes_by_id.decoding == "bytes" or kind == "gemma":
         assert t.decode(ids, skip_special_tokens=False) == text
 
 
