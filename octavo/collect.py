@@ -15,12 +15,12 @@ from octavo.text.detokenize import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import DraftCount, Output, Request, TokenLogprobs
 
-Until = Callable[[], Callable[[str], bool]]  # returns the `is_finished` of one TextStream
+MakeEndCheck = Callable[[], Callable[[str], bool]]  # returns the `is_finished` of a TextStream
 
 
-def is_decoded_at_end(params: SamplingParams, until: Until | None) -> bool:
+def is_decoded_at_end(params: SamplingParams, make_end_check: MakeEndCheck | None) -> bool:
     """Return whether the text can be decoded once at the end, because no text can end it early."""
-    return not params.stop and until is None and params.logprobs is None and not params.ranked
+    return not (params.stop or make_end_check or params.ranked) and params.logprobs is None
 
 
 class Collector:
@@ -31,7 +31,7 @@ class Collector:
         request: Request,
         prompt: str | None,
         tokenizer: Tokenizer | None,
-        until: Until | None = None,
+        make_end_check: MakeEndCheck | None = None,
     ):
         self.request = request
         self.prompt = prompt
@@ -46,7 +46,9 @@ class Collector:
                 completion.cumulative_logprob = 0.0
         text_tokenizer = tokenizer if params.detokenize else None
         self.streams = [
-            TextStream(text_tokenizer, params, until() if until is not None else None)
+            TextStream(
+                text_tokenizer, params, make_end_check() if make_end_check is not None else None
+            )
             for _ in self.outputs
         ]
         self.metrics = RequestMetrics(request.arrival)
@@ -57,7 +59,7 @@ class Collector:
         # A caller that streams the reply sets a list, and new pieces are appended to it.
         self.pieces: list[CompletionOutput] | None = None
         self.open_completions = len(self.outputs)
-        self.decodes_at_end = is_decoded_at_end(params, until)
+        self.decodes_at_end = is_decoded_at_end(params, make_end_check)
 
     @property
     def finished(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from octavo.collect import Until
+from octavo.collect import MakeEndCheck
 from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
 from octavo.params import RepetitionDetectionParams, SamplingParams
 from octavo.serve.api import structured_output
@@ -83,7 +83,7 @@ class Prepared:
     timeout: float | None  # seconds
     headers: dict[str, str] = field(default_factory=dict)  # The headers of the reply.
     structure: str | None = None  # The field that contains the spec of structured output.
-    until: Until | None = None  # This function ends a reply by its content.
+    make_end_check: MakeEndCheck | None = None  # It ends a reply by its content.
 
 
 # ---- checks before the prompt --------------------------------------------------------------------

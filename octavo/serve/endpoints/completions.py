@@ -205,7 +205,7 @@ async def prepare_chat(
     if shape.tools is not None and shape.tools.grammar is not None:
         prepared.structure = "tools"
     if shape.tools is not None and not shape.tools.parallel:
-        prepared.until = shape.tools.first_call
+        prepared.make_end_check = shape.tools.first_call
     return prepared, shape
 
 

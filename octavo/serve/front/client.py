@@ -105,7 +105,7 @@ class Call:
         self.id = call_id
         self.requests = prepared.requests
         self.texts = prepared.texts
-        self.until = prepared.until
+        self.make_end_check = prepared.make_end_check
         # The field of the client's request that contains the spec of structured output.
         self.structure = prepared.structure
         self.key = key
@@ -133,7 +133,7 @@ class Call:
         """One collector for each prompt. They are created after the requests have been sent."""
         tokenizer = self.client.tokenizer
         collectors = [
-            Collector(request, text, tokenizer, self.until)
+            Collector(request, text, tokenizer, self.make_end_check)
             for request, text in zip(self.requests, self.texts, strict=True)
         ]
         if self.stream:
@@ -380,7 +380,8 @@ class EngineClient:
                 priority=request.priority,
                 deadline=request.deadline,
                 tenant=request.tenant,
-                send_at_end=not call.stream and is_decoded_at_end(request.params, call.until),
+                send_at_end=not call.stream
+                and is_decoded_at_end(request.params, call.make_end_check),
             )
             self.supervisor.send(message, on_sent)
 
