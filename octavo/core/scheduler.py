@@ -531,7 +531,7 @@ class Scheduler:
     def _try_admit(
         self, seq: Sequence, token_budget: int, fill: StepFill, awaited: set[bytes]
     ) -> int:
-        """Admit a waiting sequence if it may be admitted and there is room. Returns the tokens used.
+        """Admit a waiting sequence if it is admissible and there is room. Returns the tokens used.
 
         A sequence waits for another that computes most of its prompt, and for the disk if that has
         much of its prompt; sequences behind it need not wait. `awaited` holds the first block hash

@@ -10,7 +10,7 @@
         # Or wait for everything, then read call.collectors.
         await call.wait_finished()
 
-A Call is the request of one client, with one or several prompts. Every transport uses this module
+A Call is what one client has sent: one Request for each prompt. Every transport uses this module
 and nothing below it.
 """
 
@@ -91,7 +91,7 @@ class OpenRequest(NamedTuple):
 
 
 class Call:
-    """The request of a client while it is in progress. EngineClient.open creates it."""
+    """What a client has sent, while it is in progress. EngineClient.open creates it."""
 
     def __init__(
         self,
