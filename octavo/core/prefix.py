@@ -51,9 +51,9 @@ class PrefixCache:
     def extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         """Extend the hash chain to the first `num_blocks` blocks of the sequence."""
         hashes = seq.block_hashes
-        for block in range(len(hashes), num_blocks):
-            parent = hashes[-1] if block else root_hash(seq.request.cache_salt)
-            start = block * self.block_size
+        for logical_block in range(len(hashes), num_blocks):
+            parent = hashes[-1] if logical_block else root_hash(seq.request.cache_salt)
+            start = logical_block * self.block_size
             hashes.append(chain_hash(parent, seq.tokens[start : start + self.block_size]))
 
     def count_cached_tokens(self, seq: Sequence) -> int:
@@ -114,10 +114,10 @@ class PrefixCache:
         num_promoted = tiers.promote(seq, self.pool, plan, reserved)
         if waits or num_promoted:
             return self.load_cost_tokens(num_promoted)
-        for position, (block, host_block) in enumerate(match.loads):
+        for index, (logical_block, host_block) in enumerate(match.loads):
             if host_block in tiers.unverified:
-                del match.blocks[block:]
-                del match.loads[position:]
+                del match.blocks[logical_block:]
+                del match.loads[index:]
                 break
         return None
 
@@ -160,13 +160,13 @@ class PrefixCache:
         num_full = seq.computed // self.block_size
         self.extend_hashes(seq, num_full)
         hashes = seq.block_hashes
-        for block in range(seq.published_blocks, num_full):
-            start = block * self.block_size
+        for logical_block in range(seq.published_blocks, num_full):
+            start = logical_block * self.block_size
             full_block = FullBlock(
-                block=seq.block_table[block],
-                hash=hashes[block],
+                block=seq.block_table[logical_block],
+                hash=hashes[logical_block],
                 tokens=seq.tokens[start : start + self.block_size],
-                parent=hashes[block - 1] if block else b"",
+                parent=hashes[logical_block - 1] if logical_block else b"",
             )
             self.pool.publish(full_block, seq.request.tenant)
             self.computing.pop(full_block.hash, None)
