@@ -334,7 +334,7 @@ class HostTime:
 
     All parts except `wait` should overlap with the work of the device."""
 
-    steps: int = 0
+    plans: int = 0  # calls of Scheduler.plan(), also those that found nothing to do
     plan: float = 0.0
     launch: float = 0.0
     wait: float = 0.0

@@ -148,4 +148,4 @@ def _best_seconds(operation: Callable[[], Any], is_cuda: bool, repeat: int = 5) 
 
 def _host_time(llm: LLM) -> tuple[float, ...]:
     host_time = llm.engine.host_time
-    return host_time.steps, host_time.plan, host_time.launch, host_time.wait, host_time.commit
+    return host_time.plans, host_time.plan, host_time.launch, host_time.wait, host_time.commit

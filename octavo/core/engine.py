@@ -104,7 +104,7 @@ class Engine:
         started_at = clock()
         plan = self.scheduler.plan()
         planned_at = clock()
-        host_time.steps += 1
+        host_time.plans += 1
         host_time.plan += planned_at - started_at
         if plan.has_work:
             if StepPlanned in self.events.listeners:

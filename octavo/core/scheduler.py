@@ -99,7 +99,7 @@ NOT_A_NUMBER = (
 class Counters:
     """Totals since the start."""
 
-    steps: int = 0
+    plans: int = 0  # calls of plan(), also those that found nothing to do
     queried_tokens: int = 0  # prompt positions looked up in the prefix cache
     cached_tokens: int = 0  # queried tokens that were found
     computed_tokens: int = 0
@@ -260,7 +260,7 @@ class Scheduler:
         affected = self._undo(plan)
         self.counters.oom_steps += 1
         token_cap = self.shaper.token_cap
-        token_cap.halve(plan.num_tokens, self.counters.steps)
+        token_cap.halve(plan.num_tokens, self.counters.plans)
         for seq in affected:
             self._preempt(seq, OUT_OF_MEMORY)
         if token_cap.limit > 1 and len({seq.request.id for seq in affected}) > 1:
@@ -288,8 +288,8 @@ class Scheduler:
 
     def flush(self) -> Plan:
         """Return a last step for an idle engine, which saves what only the device has to disk."""
-        self.counters.steps += 1
-        plan = Plan(self.counters.steps)
+        self.counters.plans += 1
+        plan = Plan(self.counters.plans)
         self.prefix.flush(plan)
         return plan
 
@@ -301,18 +301,18 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Decide the next step."""
-        self.counters.steps += 1
-        self.events.step = self.counters.steps
+        self.counters.plans += 1
+        self.events.step = self.counters.plans
         for seq in self.groups.blocking_beams():
             self._preempt(seq, SIBLING_BEAMS)
         if not self.policy.fixed_ranks and self.queues.free_slots and self.waiting:
             self.queues.rerank_waiting(self.prefix.count_cached_tokens)
         self.shaper.form_batch(self.sequences_by_request, self.clock)
         self.groups.fork_prompts()
-        shape = self.shaper.shape(self.counters.steps)
+        shape = self.shaper.shape(self.counters.plans)
         for victim in shape.victims:
             self._preempt(victim, URGENT_REQUEST)
-        plan = Plan(self.counters.steps)
+        plan = Plan(self.counters.plans)
         self.groups.fill_stale_slots(plan)
         fill = StepFill(plan, shape, shape.token_budget)
         self._plan_decoding(fill)

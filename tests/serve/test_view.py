@@ -55,7 +55,7 @@ def has_viewer(loop: EngineLoop) -> bool:
 
 def test_a_look_is_answered_at_once_and_makes_no_step() -> None:
     loop, sent = run([ViewRequest(), ViewRequest()])
-    assert len(sent_views(sent)) == 2 and loop.engine.scheduler.counters.steps == 0
+    assert len(sent_views(sent)) == 2 and loop.engine.scheduler.counters.plans == 0
 
 
 def test_nothing_is_kept_or_sent_before_somebody_looks() -> None:

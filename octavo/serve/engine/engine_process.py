@@ -347,7 +347,7 @@ class EngineLoop:
         speculation = scheduler.speculation
         drafts = speculation.counters if speculation is not None else DraftCounters([])
         self.heartbeat = Heartbeat(
-            steps=counters.steps,
+            steps=counters.plans,
             running=len(scheduler.decoding) + len(scheduler.prefilling),
             waiting=len(scheduler.waiting),
             blocks_used=pool.num_blocks - num_free,
