@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from octavo.serve.api.api_errors import ApiError
-from octavo.serve.front.queue_bound import Queue
+from octavo.serve.front.queue_bound import QueueBound
 from tests.serve.running import NAME, Running, check_error, events, http_request, server
 
 BUSY = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True}
@@ -33,7 +33,7 @@ class Owner:
 
 
 def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
-    queue = Queue(max_requests=3, max_tokens=100)
+    queue = QueueBound(max_requests=3, max_tokens=100)
     for k, tokens in enumerate((40, 40)):
         queue.check(1, tokens)
         queue.enter(str(k), Owner(), tokens)
@@ -53,7 +53,7 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
 
 
 def test_a_full_queue_is_known_before_the_request_is_read() -> None:
-    queue = Queue(max_requests=2, max_tokens=100)
+    queue = QueueBound(max_requests=2, max_tokens=100)
     queue.enter("0", Owner(), 100)
     with pytest.raises(ApiError, match="100 prompt tokens") as caught:
         queue.check_full()
@@ -71,7 +71,7 @@ def test_a_full_queue_is_known_before_the_request_is_read() -> None:
 
 
 def test_who_finds_a_row_does_not_wait() -> None:
-    queue = Queue(max_requests=2, max_tokens=100)
+    queue = QueueBound(max_requests=2, max_tokens=100)
     for k in range(5):
         queue.check(1, 1, free=3)  # not yet told that any of them has begun
         queue.enter(str(k), Owner(), 1)
@@ -80,12 +80,12 @@ def test_who_finds_a_row_does_not_wait() -> None:
 
 
 def test_alone_any_request_may_wait() -> None:
-    Queue(1, 10).check(1, 1000)
-    Queue(1, 10).check(1000, 1000)  # a batch of prompts
+    QueueBound(1, 10).check(1, 1000)
+    QueueBound(1, 10).check(1000, 1000)  # a batch of prompts
 
 
 def test_a_higher_priority_pushes_out_the_youngest_lower_one() -> None:
-    queue = Queue(2, 1000)
+    queue = QueueBound(2, 1000)
     first, second = Owner(), Owner()
 
     def fail(error: ApiError) -> None:
@@ -104,7 +104,7 @@ def test_a_higher_priority_pushes_out_the_youngest_lower_one() -> None:
 def test_when_to_come_back_follows_the_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    queue = Queue(1000, 10**9)
+    queue = QueueBound(1000, 10**9)
     for k in range(50):
         queue.enter(str(k), Owner(), 1)
     for k in range(30):  # ten a second

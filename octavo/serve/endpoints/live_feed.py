@@ -172,7 +172,7 @@ class WatchEndpoint:
             "model": None if loaded is None else {name: getattr(loaded, name) for name in MODEL},
             "numbers": {
                 "open": len(client.open_requests),
-                "queue": len(client.queue.waiting),
+                "queue": len(client.queue_bound.waiting),
                 # The number of samples, and their sum in seconds.
                 "ttft": [sum(metrics.ttft.counts), metrics.ttft.sum],
                 "itl": [sum(metrics.itl.counts), metrics.itl.sum],

@@ -47,7 +47,7 @@ from octavo.serve.channel.messages import (
 from octavo.serve.front.keys import Key
 from octavo.serve.front.metrics import Metrics
 from octavo.serve.front.quarantine import Quarantine, fingerprint
-from octavo.serve.front.queue_bound import Queue
+from octavo.serve.front.queue_bound import QueueBound
 from octavo.serve.front.supervisor import Supervisor
 from octavo.serve.front.trials import Trials
 from octavo.serve.serve_config import ServeConfig
@@ -84,7 +84,7 @@ class OpenRequest(NamedTuple):
         collector = self.call.collectors[self.prompt_index]
         request = collector.request
         state = "waiting"
-        if request.id not in self.call.client.queue.waiting:
+        if request.id not in self.call.client.queue_bound.waiting:
             counts = [len(output.token_ids) for output in collector.outputs]
             state = f"generated {counts}"
         return f"{request.id}: {len(request.prompt)} prompt tokens, {state}"
@@ -269,7 +269,7 @@ class EngineClient:
     def __init__(self, config: ServeConfig, metrics: Metrics, supervisor: Supervisor | None = None):
         self.config = config
         self.metrics = metrics
-        self.queue = Queue(config.max_queue, config.max_queue_tokens)
+        self.queue_bound = QueueBound(config.max_queue, config.max_queue_tokens)
         self.open_requests: dict[str, OpenRequest] = {}
         self.calls: dict[str, Call] = {}
         self.finished_calls: OrderedDict[str, str] = OrderedDict()  # call id -> owner
@@ -341,19 +341,19 @@ class EngineClient:
 
     def check_may_send(self, priority: int) -> None:
         """Raise ApiError if not even the smallest request could be sent now."""
-        self.queue.check_full(priority, self._free_slots())
+        self.queue_bound.check_full(priority, self._free_slots())
 
     def _free_slots(self) -> int:
         """Return how many requests the engine can admit in its next step."""
         model = self.model  # This raises ApiError while the engine is not ready.
         if self.engine_saturated:
             return 0
-        running = len(self.open_requests) - len(self.queue.waiting)
+        running = len(self.open_requests) - len(self.queue_bound.waiting)
         return max(model.max_num_seqs - running, 0)
 
     def _check_room(self, requests: list[Request], key: Key | None) -> None:
         """Raise ApiError if the requests may not be sent now."""
-        self.queue.check(
+        self.queue_bound.check(
             requests=len(requests),
             tokens=sum(len(request.prompt) for request in requests),
             priority=key.priority if key is not None else 0,
@@ -368,7 +368,7 @@ class EngineClient:
         on_sent: Callable[[], None] | None = None
         for index, request in enumerate(call.requests):
             self.open_requests[request.id] = OpenRequest(call, index)
-            self.queue.enter(request.id, call, len(request.prompt))
+            self.queue_bound.enter(request.id, call, len(request.prompt))
             if index == len(call.requests) - 1:
                 on_sent = partial(self._after_send, call, timeout)
             message = Add(
@@ -427,8 +427,8 @@ class EngineClient:
             call.fail(api_errors.deadline_exceeded(total))
 
         def on_queue_timeout() -> None:
-            if any(request.id in self.queue.waiting for request in call.requests):
-                call.fail(api_errors.queue_timeout(queue_timeout, self.queue.retry_after()))
+            if any(request.id in self.queue_bound.waiting for request in call.requests):
+                call.fail(api_errors.queue_timeout(queue_timeout, self.queue_bound.retry_after()))
             else:
                 call.timer = loop.call_later(total - queue_timeout, on_deadline)
 
@@ -445,7 +445,7 @@ class EngineClient:
             if self.open_requests.pop(request.id, None) is not None
         ]
         for request_id in request_ids:
-            self.queue.leave(request_id, admitted=False)
+            self.queue_bound.leave(request_id, admitted=False)
         if request_ids:
             self.supervisor.send(Abort(request_ids))
 
@@ -529,8 +529,8 @@ class EngineClient:
 
     def _leave_queue(self, request_id: str, start_time: float) -> None:
         """Record that the engine has admitted a request, unless that is known already."""
-        if request_id in self.queue.waiting:
-            self.queue.leave(request_id, admitted=True)
+        if request_id in self.queue_bound.waiting:
+            self.queue_bound.leave(request_id, admitted=True)
             call, prompt_index = self.open_requests[request_id]
             self.metrics.admitted(call.collectors[prompt_index], start_time)
 

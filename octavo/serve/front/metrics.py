@@ -221,11 +221,11 @@ class EngineSource(Source):
         return {
             "num_requests_running": (heartbeat.running, "Sequences that are running."),
             "num_requests_waiting": (
-                len(client.queue.waiting),
+                len(client.queue_bound.waiting),
                 "Requests in the queue, waiting for their first step.",
             ),
             "num_tokens_waiting": (
-                client.queue.tokens,
+                client.queue_bound.tokens,
                 "Prompt tokens of the requests in the queue.",
             ),
             "num_requests_open": (

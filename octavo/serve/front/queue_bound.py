@@ -29,7 +29,7 @@ class Waiting(Protocol):
     def fail(self, error: ApiError) -> None: ...
 
 
-class Queue:
+class QueueBound:
     def __init__(self, max_requests: int, max_tokens: int):
         self.max_requests = max_requests
         self.max_tokens = max_tokens
