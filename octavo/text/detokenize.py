@@ -162,30 +162,30 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, continuing: bool = False
     ):
-        self._pieces = tokenizer.bytes_by_id
+        self._bytes_by_id = tokenizer.bytes_by_id
         self._hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = _Utf8("replace")
-        self._leading_spaces = 0 if continuing else self._pieces.leading_spaces
-        self._at_first_token = self._pieces.strips_first_token and not continuing
+        self._leading_spaces = 0 if continuing else self._bytes_by_id.leading_spaces
+        self._at_first_token = self._bytes_by_id.strips_first_token and not continuing
         # The window is used where the library decodes. It contains the ids that new text may depend
         # on. The text of the first `_shown_tokens` ids was returned already. A text that continues
         # another one gets its first space from a word in front of it, which is never returned.
         self._window: list[int] = []
-        if continuing and self._pieces.decoding == "other":
-            leading_word = self._pieces.word_token_id
+        if continuing and self._bytes_by_id.decoding == "other":
+            leading_word = self._bytes_by_id.word_token_id
             self._window = [] if leading_word is None else [leading_word]
         self._shown_tokens = len(self._window)
 
     def push(self, token_ids: list[int]) -> str:
         """Return the text that is complete after these ids."""
         token_ids = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
-        if self._pieces.decoding == "other":
+        if self._bytes_by_id.decoding == "other":
             return "".join([self._push_window(token_id) for token_id in token_ids])
         if self._at_first_token and token_ids:
             self._at_first_token = False
-            first_bytes = self._pieces.first_token_bytes(token_ids[0])
+            first_bytes = self._bytes_by_id.first_token_bytes(token_ids[0])
             return self._utf8.decode(first_bytes) + self.push(token_ids[1:])
-        new_bytes = b"".join([self._pieces[token_id] for token_id in token_ids])
+        new_bytes = b"".join([self._bytes_by_id[token_id] for token_id in token_ids])
         while self._leading_spaces and new_bytes:
             if new_bytes.startswith(b" "):
                 new_bytes = new_bytes[1:]
@@ -196,12 +196,12 @@ class Detokenizer:
 
     def finish(self) -> str:
         """End the text and return what was held back. An incomplete character becomes U+FFFD."""
-        if self._pieces.decoding == "other":
+        if self._bytes_by_id.decoding == "other":
             return self._new_text()
         return self._utf8.decode(b"", final=True)
 
     def _new_text(self) -> str:
-        decode = self._pieces.backend.decode
+        decode = self._bytes_by_id.backend.decode
         shown_text = decode(self._window[: self._shown_tokens], skip_special_tokens=False)
         return decode(self._window, skip_special_tokens=False)[len(shown_text) :]
 
