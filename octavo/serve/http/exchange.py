@@ -91,7 +91,7 @@ class Exchange:
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
         }
-        self._request.heartbeat = KEEP_ALIVE
+        self._request.keep_alive_comment = KEEP_ALIVE
         await self._start(200, {**fixed, **headers})
 
     async def _start(self, status: int, headers: Headers) -> None:

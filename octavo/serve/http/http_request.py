@@ -55,7 +55,7 @@ class HttpRequest:
         self.response_complete = False
         # These bytes may be written into the response at any time without changing its meaning,
         # such as a comment in an event stream.
-        self.heartbeat = b""
+        self.keep_alive_comment = b""
         self._head_only = method == "HEAD"
         self._http_1_0 = http_1_0
         self._body = bytearray()
@@ -161,8 +161,8 @@ class HttpRequest:
         if not self.response_started:
             if not self._http_1_0:
                 self.protocol.transport.write(CONTINUE)
-        elif self.heartbeat and not self.protocol.write_paused:
-            self._write(self.heartbeat, last=False)
+        elif self.keep_alive_comment and not self.protocol.write_paused:
+            self._write(self.keep_alive_comment, last=False)
 
     def _finished(self) -> bool:
         return self.disconnected or self.response_complete
