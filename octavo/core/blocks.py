@@ -94,13 +94,13 @@ class BlockPool:
 
     def _apply_quota(self, oldest: int) -> int:
         """Return the cached block to evict: the oldest, unless its tenant is within its quota."""
-        tenant, victim = self.quota.pick_victim(self.tenants[oldest], oldest)
-        self.quota.remove(tenant, victim)
-        if victim != oldest:
+        tenant, evicted = self.quota.pick_evicted(self.tenants[oldest], oldest)
+        self.quota.remove(tenant, evicted)
+        if evicted != oldest:
             self.free_blocks[oldest] = None
             self.free_blocks.move_to_end(oldest, last=False)
-            self.free_blocks.pop(victim)
-        return victim
+            self.free_blocks.pop(evicted)
+        return evicted
 
     def acquire(self, block: int) -> int:
         """Add a reference to a block that is used or cached."""

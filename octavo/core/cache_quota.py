@@ -34,7 +34,7 @@ class CacheQuota:
         if not blocks:
             del self.blocks_by_tenant[tenant]
 
-    def pick_victim(self, tenant: str, oldest: int) -> tuple[str, int]:
+    def pick_evicted(self, tenant: str, oldest: int) -> tuple[str, int]:
         """Return (tenant, block) to evict, where `oldest` is the oldest block and `tenant`'s."""
         num_tenants = len(self.blocks_by_tenant)
         within_share = len(self.blocks_by_tenant[tenant]) * num_tenants <= self.total

@@ -110,7 +110,7 @@ BUGS = {
     "a published block is published twice": ("blocks", "if full_block.hash not in self.hash_index and self.hashes[block] is None:", "if True:"),
     "padding is allocated": ("blocks", "OrderedDict.fromkeys(range(1, num_blocks + 1))", "OrderedDict.fromkeys(range(0, num_blocks + 1))"),
     "a shared block still counts for its tenant": ("blocks", "                self.quota.remove(self.tenants[block], block)\n", "                pass\n"),
-    "an evicted block still counts for its tenant": ("blocks", "        self.quota.remove(tenant, victim)\n", ""),
+    "an evicted block still counts for its tenant": ("blocks", "        self.quota.remove(tenant, evicted)\n", ""),
     "a cached block does not count for its tenant": ("blocks", "            elif self.tenants[block]:\n                self.quota.add(self.tenants[block], block)\n", ""),
     "blocks to load into are not counted": ("tables", "sum(pool.ref_counts[block] > 0 for block in matched if block)", "sum(block == 0 or pool.ref_counts[block] > 0 for block in matched)"),
     "content is not loaded": ("tier_index", "        plan.loads.append((host_block, block))\n", ""),
