@@ -1,6 +1,6 @@
 """Beam search: which beams of a request continue, with which tokens, and which texts are finished.
 
-It decides and moves nothing. One step of a search of width 2 (a score is a sum of logprobs, "."
+It decides and moves nothing. One round of a search of width 2 (a score is a sum of logprobs, "."
 ends a text):
 
     beam A -1.0   reports   x -0.5   . -0.7   y -2.0       candidates, best first
@@ -52,16 +52,16 @@ class BeamSearch:
     def advance(self, beams: list[Sequence]) -> list[Continuation]:
         """All beams have reported: return those that continue, best first. Empty: the search is
         over."""
-        candidates = [step for seq in beams for step in self._continuations(seq)]
-        candidates.sort(key=lambda step: -step.score)
+        candidates = [continuation for seq in beams for continuation in self._continuations(seq)]
+        candidates.sort(key=lambda continuation: -continuation.score)
         length = candidates[0].seq.num_generated + 1
         continuing: list[Continuation] = []
-        for position, step in enumerate(candidates):
-            stopped = step.token.token in self.root.stop_ids
+        for position, continuation in enumerate(candidates):
+            stopped = continuation.token.token in self.root.stop_ids
             if position < self.width and (stopped or length == self.max_length):
-                self._finish(step, length, stopped)
+                self._finish(continuation, length, stopped)
             elif not stopped and len(continuing) < self.width:
-                continuing.append(step)
+                continuing.append(continuation)
         if length == self.max_length or self._is_over(continuing[0].score, length):
             return []
         return continuing
@@ -82,10 +82,10 @@ class BeamSearch:
             if not (too_short and token in self.root.stop_ids)
         ]
 
-    def _finish(self, step: Continuation, length: int, stopped: bool) -> None:
-        assert step.seq.beam is not None
-        score = step.score / length**self.params.length_penalty
-        output = [*step.seq.beam.output, step.token]
+    def _finish(self, continuation: Continuation, length: int, stopped: bool) -> None:
+        assert continuation.seq.beam is not None
+        score = continuation.score / length**self.params.length_penalty
+        output = [*continuation.seq.beam.output, continuation.token]
         self.finished.append(Hypothesis(score, output, stopped))
         self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self.finished[self.width :]
@@ -135,8 +135,8 @@ def has_reported(seq: Sequence) -> bool:
     return seq.beam is not None and seq.beam.report is not None
 
 
-def extend_beam(seq: Sequence, step: Continuation) -> None:
-    """Continue a sequence as decided; `step.seq` is its parent or the sequence itself."""
-    assert step.seq.beam is not None
-    seq.beam = Beam(step.score, [*step.seq.beam.output, step.token])
-    seq.tokens.append(step.token.token)
+def extend_beam(seq: Sequence, continuation: Continuation) -> None:
+    """Continue a sequence as decided; `continuation.seq` is its parent or the sequence itself."""
+    assert continuation.seq.beam is not None
+    seq.beam = Beam(continuation.score, [*continuation.seq.beam.output, continuation.token])
+    seq.tokens.append(continuation.token.token)

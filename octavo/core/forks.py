@@ -155,33 +155,33 @@ class SequenceGroups:
         search = self.searches[seq.request.id]
         if not all(map(has_reported, group)):
             return []
-        steps = search.advance(group)
-        outputs = [] if steps else search.outputs(eos_ids)
-        best_steps = {step.seq.id: step for step in reversed(steps)}  # of each parent
+        chosen = search.advance(group)
+        outputs = [] if chosen else search.outputs(eos_ids)
+        best = {continuation.seq.id: continuation for continuation in reversed(chosen)}
         for member in list(group):
-            if member.id not in best_steps:
-                end(member, PRUNED if steps else SEARCH_OVER)
-        self._apply_steps(search, group, steps, best_steps)
+            if member.id not in best:
+                end(member, PRUNED if chosen else SEARCH_OVER)
+        self._extend_beams(search, group, chosen, best)
         return outputs
 
-    def _apply_steps(
+    def _extend_beams(
         self,
         search: BeamSearch,
         group: list[Sequence],
-        steps: list[Continuation],
-        best_steps: dict[int, Continuation],
+        chosen: list[Continuation],
+        best: dict[int, Continuation],
     ) -> None:
-        """Extend the beams. A parent takes its best step itself, after its other steps have forked
-        from where it stood: hence the worst step first."""
+        """Extend the beams. A beam takes its best continuation itself, after its other ones have
+        forked from where it stood: hence the worst continuation first."""
         free_indices = set(range(search.width)) - {seq.index for seq in group}
         beams = []
-        for step in reversed(steps):
-            seq = step.seq
-            if best_steps[seq.id] is not step:
+        for continuation in reversed(chosen):
+            seq = continuation.seq
+            if best[seq.id] is not continuation:
                 seq = self.fork(seq, free_indices.pop())
                 seq.inherited_tokens = len(seq.tokens)
-            elif not step.on_device:
+            elif not continuation.on_device:
                 self.stale_slots[seq.id] = seq
-            extend_beam(seq, step)
+            extend_beam(seq, continuation)
             beams.append(seq)
         group[:] = reversed(beams)
