@@ -123,9 +123,9 @@ class BatchSlots:
         self.block_table = state[:, self._table_at : self._table_at + num_blocks]
         self.tokens = state[:, self._tokens_at : self._tokens_at + max_len + 1]
         self.computed = self.ints[:, IntColumn.COMPUTED]
-        # What the host knows about each slot.
-        self.contents: list[NewSlot | None] = [None] * num_slots
-        self.special_slots: set[int] = set()  # is_special() of their contents
+        # What each slot was filled with last.
+        self.new_slots: list[NewSlot | None] = [None] * num_slots
+        self.special_slots: set[int] = set()  # is_special() of their NewSlot
 
     def stage(self, plan: Plan, upload: Upload) -> tuple[slice, slice]:
         """Add the plan's changes to the step's upload. Returns the slices of the indices into
@@ -134,7 +134,7 @@ class BatchSlots:
         run_starts: list[int] = []  # index of each contiguous run of values
         runs: list[array[int] | array[float]] = []
         for new in plan.new_slots:
-            self.contents[new.slot] = new
+            self.new_slots[new.slot] = new
             if is_special(new):
                 self.special_slots.add(new.slot)
             else:

@@ -47,8 +47,8 @@ class SampleJob:
         slots: list[int], max_len: int, state: BatchSlots, upload: Upload, masks: dict[int, bytes]
     ) -> SampleJob:
         """`masks`: item -> packed mask of the tokens it may sample (Guide.mask)."""
-        contents = [content for slot in slots if (content := state.contents[slot]) is not None]
-        params = [content.params for content in contents]
+        filled = [new for slot in slots if (new := state.new_slots[slot]) is not None]
+        params = [new.params for new in filled]
         allowed = [item for item, p in enumerate(params) if p.allowed_token_ids is not None]
         penalised = [item for item, p in enumerate(params) if p.has_penalties]
         filtered = [item for item, p in enumerate(params) if is_filtered(p)]
@@ -59,9 +59,9 @@ class SampleJob:
         ]
         banned = [
             (item, token)
-            for item, content in enumerate(contents)
-            if content.params.min_tokens
-            for token in content.stop_ids
+            for item, new in enumerate(filled)
+            if new.params.min_tokens
+            for token in new.stop_ids
         ]
         permitted = [
             (row, token)
@@ -271,12 +271,12 @@ class RequestedLogprobs:
     def of(slots: list[int], state: BatchSlots) -> RequestedLogprobs:
         requested = RequestedLogprobs([], [], [])
         for item, slot in enumerate(slots):
-            content = state.contents[slot]
-            if content is None or content.num_logprobs is None:
+            new = state.new_slots[slot]
+            if new is None or new.num_logprobs is None:
                 continue
-            named = content.params.logprob_token_ids or []
+            named = new.params.logprob_token_ids or []
             requested.items.append(item)
-            requested.counts.append(0 if named else content.num_logprobs)
+            requested.counts.append(0 if named else new.num_logprobs)
             requested.named.append(named)
         return requested
 
