@@ -211,12 +211,12 @@ def record_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[
     drafter: Any = llm.runner.drafter
     draft = drafter.draft
 
-    def recording(plan: Plan, passes: list[Tensor], state: BatchSlots) -> None:
-        draft(plan, passes, state)
+    def recording(plan: Plan, passes: list[Tensor], batch_slots: BatchSlots) -> None:
+        draft(plan, passes, batch_slots)
         for item in plan.items:
             if item.num_drafts:
-                num_known = int(state.computed[item.slot]) + 1
-                tokens = state.tokens[item.slot, : num_known + item.num_drafts].tolist()
+                num_known = int(batch_slots.computed[item.slot]) + 1
+                tokens = batch_slots.tokens[item.slot, : num_known + item.num_drafts].tolist()
                 recorded.append((tokens[:num_known], tokens[num_known:]))
 
     monkeypatch.setattr(drafter, "draft", recording)

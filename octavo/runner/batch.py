@@ -75,7 +75,7 @@ def _joined(slots: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.i
 def gather(
     layout: Tensor,
     num_items: int,
-    state: BatchSlots,
+    batch_slots: BatchSlots,
     block_size: int,
     spans: list[Span],
     first_positions: Tensor | None = None,
@@ -90,18 +90,18 @@ def gather(
     item_slots = slots.long()
     item_of_token = item_of_token.long()
     if first_positions is None:
-        first_positions = state.computed[item_slots]
+        first_positions = batch_slots.computed[item_slots]
     token_slots = item_slots[item_of_token]
     positions = (first_positions[item_of_token] + offsets).long()
-    blocks = state.block_table[token_slots, positions // block_size].long()
+    blocks = batch_slots.block_table[token_slots, positions // block_size].long()
     return ForwardBatch(
         # A slot whose logits held no finite number has token -1; its sequence ends soon.
-        ids=state.tokens[token_slots, positions].long().clamp_(min=0),
+        ids=batch_slots.tokens[token_slots, positions].long().clamp_(min=0),
         positions=positions,
         kv_indices=blocks * block_size + positions % block_size,
         query_start=starts,
         seq_lens=first_positions + counts,
-        block_table=state.block_table,
+        block_table=batch_slots.block_table,
         slots=slots,
         logit_indices=(starts[1:] - 1).long(),
         spans=spans,
@@ -109,12 +109,17 @@ def gather(
 
 
 def one_token_each(
-    slots: Tensor, lengths: Tensor, ids: Tensor, state: BatchSlots, block_size: int, max_len: int
+    slots: Tensor,
+    lengths: Tensor,
+    ids: Tensor,
+    batch_slots: BatchSlots,
+    block_size: int,
+    max_len: int,
 ) -> ForwardBatch:
     """Return a batch with one token for each slot: `ids` [S] at the position before `lengths` [S].
     No length is larger than `max_len`."""
     positions = (lengths - 1).long()
-    blocks = state.block_table[slots.long(), positions // block_size].long()
+    blocks = batch_slots.block_table[slots.long(), positions // block_size].long()
     starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
     return ForwardBatch(
         ids=ids.long().clamp_(min=0),
@@ -122,7 +127,7 @@ def one_token_each(
         kv_indices=blocks * block_size + positions % block_size,
         query_start=starts,
         seq_lens=lengths,
-        block_table=state.block_table,
+        block_table=batch_slots.block_table,
         slots=slots,
         logit_indices=starts[:-1].long(),
         spans=[Span(index, 1, max_len) for index in range(len(slots))],
@@ -146,11 +151,11 @@ def last_tokens(batch: ForwardBatch, items: Tensor, spans: list[Span]) -> Forwar
     )
 
 
-def watch(batch: ForwardBatch, items: Tensor, state: BatchSlots, num_blocks: int) -> Watched:
+def watch(batch: ForwardBatch, items: Tensor, batch_slots: BatchSlots, num_blocks: int) -> Watched:
     """Prepare to measure the attention of these items over their first `num_blocks` blocks."""
     return Watched(
         tokens=(batch.query_start[items + 1] - 1).long(),
         lengths=batch.seq_lens[items],
-        blocks=state.block_table[batch.slots[items].long(), :num_blocks].long(),
+        blocks=batch_slots.block_table[batch.slots[items].long(), :num_blocks].long(),
         mass=torch.zeros(len(items), num_blocks, device=items.device),
     )

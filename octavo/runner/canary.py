@@ -30,7 +30,7 @@ class Canary:
         self.weights = (weights | 1).to(device)
         self.last_writers = [0] * (num_blocks + 1)  # Sequence.id of the last writer of each block
 
-    def check_step(self, plan: Plan, state: BatchSlots) -> None:
+    def check_step(self, plan: Plan, batch_slots: BatchSlots) -> None:
         """Check a plan after its changes to the slots and before its forward pass. Raises
         KVCorrupted."""
         if plan.copies:
@@ -40,21 +40,21 @@ class Canary:
             self.marks[targets] = self.marks[sources]
             for source, target in plan.copies:
                 self.last_writers[target] = self.last_writers[source]
-        writes = [self._check_item(item, state) for item in plan.items]
+        writes = [self._check_item(item, batch_slots) for item in plan.items]
         for item, (blocks, offsets, marks) in zip(plan.items, writes, strict=True):
             self.marks[blocks, offsets] = marks
             for block in set(blocks.tolist()):
                 self.last_writers[block] = item.seq_id
 
-    def _check_item(self, item: Item, state: BatchSlots) -> tuple[Tensor, Tensor, Tensor]:
+    def _check_item(self, item: Item, batch_slots: BatchSlots) -> tuple[Tensor, Tensor, Tensor]:
         """Compare what the item reads. Returns blocks, offsets and marks [num_tokens] of what it
         writes."""
-        start = int(state.computed[item.slot])
+        start = int(batch_slots.computed[item.slot])
         end = start + item.num_tokens
         positions = torch.arange(end, device=self.marks.device)
-        tokens = state.tokens[item.slot, :end].long()
+        tokens = batch_slots.tokens[item.slot, :end].long()
         expected = ((tokens + 1) * self.weights[:end]).cumsum(0)
-        blocks = state.block_table[item.slot, positions // self.block_size].long()
+        blocks = batch_slots.block_table[item.slot, positions // self.block_size].long()
         offsets = positions % self.block_size
         wrong = (self.marks[blocks, offsets] != expected)[:start].nonzero()
         if len(wrong):

@@ -56,11 +56,11 @@ class Drafter(Protocol):
         """Whether observe() needs the hidden states of all tokens."""
         ...
 
-    def observe(self, step: Observed, state: BatchSlots) -> None:
+    def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
         """Follow a step of the target: compute the drafter's KV of the tokens that it computed."""
         ...
 
-    def draft(self, plan: Plan, passes: list[Tensor], state: BatchSlots) -> None:
+    def draft(self, plan: Plan, passes: list[Tensor], batch_slots: BatchSlots) -> None:
         """Write drafts behind the known tokens of batch slots. `passes` lists for each pass the
         slots [S] (int32) that get one more draft. Only their blocks have room for it."""
         ...
@@ -76,11 +76,11 @@ class EarlyExit:
         self.model = model
         self.target_kv = target_kv
 
-    def observe(self, step: Observed, state: BatchSlots) -> None:
+    def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
         """There is nothing to follow: the target has written the KV."""
 
-    def draft(self, plan: Plan, passes: list[Tensor], state: BatchSlots) -> None:
-        draft_further(self.model, self.target_kv, plan, passes, state)
+    def draft(self, plan: Plan, passes: list[Tensor], batch_slots: BatchSlots) -> None:
+        draft_further(self.model, self.target_kv, plan, passes, batch_slots)
 
 
 class DraftModel:
@@ -93,28 +93,28 @@ class DraftModel:
         self.model = model
         self.kv = kv
 
-    def observe(self, step: Observed, state: BatchSlots) -> None:
+    def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
         if step.plan.num_drafts:
             return  # draft() has computed the known tokens, and the accepted drafts but the last
         items = step.plan.items
         first_positions = step.batch.positions[step.batch.query_start[:-1].long()].int()
-        batch = self._known_tokens(items, range(len(items)), state, first_positions)
+        batch = self._known_tokens(items, range(len(items)), batch_slots, first_positions)
         self.model(batch, self.kv.view)
 
-    def draft(self, plan: Plan, passes: list[Tensor], state: BatchSlots) -> None:
+    def draft(self, plan: Plan, passes: list[Tensor], batch_slots: BatchSlots) -> None:
         drafting = [index for index, item in enumerate(plan.items) if item.num_drafts]
         slots = passes[0]
-        batch = self._known_tokens(plan.items, drafting, state)
+        batch = self._known_tokens(plan.items, drafting, batch_slots)
         _, logits = self.model.forward_with_logits(batch, self.kv.view)
-        lengths = state.computed[slots.long()] + 1
-        choose(ForwardResult(slots, logits, lengths), state, self.model.ops)
-        draft_further(self.model, self.kv, plan, passes, state, num_done=1)
+        lengths = batch_slots.computed[slots.long()] + 1
+        choose(ForwardResult(slots, logits, lengths), batch_slots, self.model.ops)
+        draft_further(self.model, self.kv, plan, passes, batch_slots, num_done=1)
 
     def _known_tokens(
         self,
         items: list[Item],
         wanted: Sequence[int],
-        state: BatchSlots,
+        batch_slots: BatchSlots,
         first_positions: Tensor | None = None,
     ) -> ForwardBatch:
         """Return the known tokens of a step as a batch. The model returns the hidden states of the
@@ -128,8 +128,10 @@ class DraftModel:
         upload = Upload()
         layout = upload.ints(lay_out_known(items))
         wanted_indices = upload.ints(list(wanted))
-        sent = upload.send(state.device)
-        batch = gather(sent[layout], len(items), state, self.kv.block_size, spans, first_positions)
+        sent = upload.send(batch_slots.device)
+        batch = gather(
+            sent[layout], len(items), batch_slots, self.kv.block_size, spans, first_positions
+        )
         batch.seq_lens = (batch.positions[batch.logit_indices] + 1).int()
         indices = sent[wanted_indices].long()
         batch.logit_indices = batch.logit_indices[indices]
@@ -142,15 +144,15 @@ def draft_further(
     kv: KVStore,
     plan: Plan,
     passes: list[Tensor],
-    state: BatchSlots,
+    batch_slots: BatchSlots,
     num_done: int = 0,
 ) -> None:
     """Draft with the model that has computed all tokens before the last. `num_done` drafts of each
     slot exist already."""
     max_len = max(item.max_kv_len for item in plan.items)
     for index, slots in enumerate(passes[num_done:], num_done):
-        lengths = state.computed[slots.long()] + 1 + index
-        ids = state.tokens[slots.long(), lengths.long() - 1]
-        batch = one_token_each(slots, lengths, ids, state, kv.block_size, max_len)
+        lengths = batch_slots.computed[slots.long()] + 1 + index
+        ids = batch_slots.tokens[slots.long(), lengths.long() - 1]
+        batch = one_token_each(slots, lengths, ids, batch_slots, kv.block_size, max_len)
         _, logits = model.forward_with_logits(batch, kv.view)
-        choose(ForwardResult(slots, logits, lengths), state, model.ops)
+        choose(ForwardResult(slots, logits, lengths), batch_slots, model.ops)

@@ -123,14 +123,14 @@ class StepGraphs:
     def run_decode(self, inputs: Tensor) -> ForwardResult:
         """Compute a decode step. inputs [2 * size]: slots, then the new block of each or 0."""
         slots, new_blocks = inputs.view(2, -1)
-        state = self.batch_slots
+        batch_slots = self.batch_slots
         ids, positions, kv_indices, seq_lens = advance(
             slots,
             new_blocks,
-            state.tokens,
-            state.block_table,
-            state.computed,
-            state.padding_slot,
+            batch_slots.tokens,
+            batch_slots.block_table,
+            batch_slots.computed,
+            batch_slots.padding_slot,
             self.kv.block_size,
         )
         batch = ForwardBatch(
@@ -139,14 +139,14 @@ class StepGraphs:
             kv_indices=kv_indices,
             query_start=seq_lens,  # unused: every item is one token
             seq_lens=seq_lens,
-            block_table=state.block_table,
+            block_table=batch_slots.block_table,
             slots=slots,
             logit_indices=slots,  # unused: every token has logits
             spans=[Span(index, 1, self.max_len) for index in range(len(slots))],
         )
         _, logits = self.model.forward_with_logits(batch, self.kv.view)
         forward = ForwardResult(slots, logits, seq_lens)
-        return forward._replace(tokens=choose(forward, state, self.model.ops))
+        return forward._replace(tokens=choose(forward, batch_slots, self.model.ops))
 
     def replay(self, shape: GraphShape, layout: Tensor, num_rows: int) -> ForwardResult:
         """Launch a step with the array of lay_out(). Returns the first `num_rows` items, or rows of
@@ -199,15 +199,15 @@ class StepGraphs:
         # One span covers the rest, so that attention treats none of it as decoding.
         spans.append(Span(shape.decoding, shape.tokens - shape.decoding, self.max_len))
         spans += [Span(shape.tokens, 0, self.max_len)] * (num_items - len(spans))
-        state = self.batch_slots
-        batch = gather(layout, num_items, state, self.kv.block_size, spans)
+        batch_slots = self.batch_slots
+        batch = gather(layout, num_items, batch_slots, self.kv.block_size, spans)
         all_items = torch.arange(num_items, device=layout.device)
         batch.last = last_tokens(batch, all_items, spans)
         _, logits = self.model.forward_with_logits(batch, self.kv.view)
-        state.computed[batch.slots.long()] = batch.seq_lens
-        state.computed[state.padding_slot :].zero_()
+        batch_slots.computed[batch.slots.long()] = batch.seq_lens
+        batch_slots.computed[batch_slots.padding_slot :].zero_()
         forward = ForwardResult(batch.slots, logits, batch.seq_lens)
-        return forward._replace(tokens=choose(forward, state, self.model.ops, is_sampled))
+        return forward._replace(tokens=choose(forward, batch_slots, self.model.ops, is_sampled))
 
     # ---- verify ----------------------------------------------------------------------------------
 

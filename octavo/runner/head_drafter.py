@@ -42,32 +42,36 @@ class HeadDrafter:
         # The rows of _target_logits(), which differ in the same columns every time.
         self._logits = self.outputs[:0]
 
-    def observe(self, step: Observed, state: BatchSlots) -> None:
+    def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
         batch = step.batch
         hidden = step.hidden if batch.captured is None else batch.captured
         output = self.head.compute(
-            self._following_tokens(batch, state), self.kv.view[:, 0], self.head.combine(hidden)
+            self._following_tokens(batch, batch_slots),
+            self.kv.view[:, 0],
+            self.head.combine(hidden),
         )
         # A sequence with drafts has several rows. Its last kept row ends where the slot ends.
-        is_last = batch.seq_lens == state.computed[batch.slots.long()]
-        targets = torch.where(is_last, batch.slots, state.padding_slot)
+        is_last = batch.seq_lens == batch_slots.computed[batch.slots.long()]
+        targets = torch.where(is_last, batch.slots, batch_slots.padding_slot)
         self.outputs[targets.long()] = output
 
-    def draft(self, plan: Plan, passes: list[Tensor], state: BatchSlots) -> None:
+    def draft(self, plan: Plan, passes: list[Tensor], batch_slots: BatchSlots) -> None:
         max_len = max(item.max_kv_len for item in plan.items)
         for index, slots in enumerate(passes):
             rows = slots.long()
-            lengths = state.computed[rows] + index  # positions that the head has computed
+            lengths = batch_slots.computed[rows] + index  # positions that the head has computed
             output = self.outputs[rows]
             if index > 0:
-                ids = state.tokens[rows, lengths.long()]  # the draft before this one
-                batch = one_token_each(slots, lengths, ids, state, self.kv.block_size, max_len)
+                ids = batch_slots.tokens[rows, lengths.long()]  # the draft before this one
+                batch = one_token_each(
+                    slots, lengths, ids, batch_slots, self.kv.block_size, max_len
+                )
                 output = self.head.compute(batch, self.kv.view[:, 0], output)
                 self.outputs[rows] = output
             logits = self._target_logits(output)
-            choose(ForwardResult(slots, logits, lengths + 1), state, self.head.ops)
+            choose(ForwardResult(slots, logits, lengths + 1), batch_slots, self.head.ops)
 
-    def _following_tokens(self, batch: ForwardBatch, state: BatchSlots) -> ForwardBatch:
+    def _following_tokens(self, batch: ForwardBatch, batch_slots: BatchSlots) -> ForwardBatch:
         """Return the target's batch with the token after each position."""
         slots = batch.slots.long()
         num_tokens = len(batch.positions)
@@ -76,7 +80,7 @@ class HeadDrafter:
         )
         following = replace(
             batch,
-            ids=state.tokens[token_slots, batch.positions + 1].long().clamp_(min=0),
+            ids=batch_slots.tokens[token_slots, batch.positions + 1].long().clamp_(min=0),
             logit_indices=batch.query_start[1:].long() - 1,
             last=None,
             watched=None,

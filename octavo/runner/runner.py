@@ -341,14 +341,14 @@ class Runner:
     def _run_eagerly(self, plan: Plan, staged: StagedStep, sent: Tensor) -> StepHandle:
         """Run the forward pass kernel by kernel, and sample."""
         items = plan.items
-        state = self.batch_slots
+        batch_slots = self.batch_slots
         sampled = sent[staged.sampled_indices].long()
         spans: list[Span] = []
         num_tokens = 0
         for item in items:
             spans.append(Span(num_tokens, item.num_tokens, item.max_kv_len))
             num_tokens += item.num_tokens
-        batch = gather(sent[staged.layout], len(items), state, self.kv.block_size, spans)
+        batch = gather(sent[staged.layout], len(items), batch_slots, self.kv.block_size, spans)
         batch.logit_indices = batch.logit_indices[sampled]
         wants_prompt_logprobs = any(item.prompt_logprobs is not None for item in items)
         wants_hidden = self.drafter is not None and self.drafter.needs_hidden
@@ -358,12 +358,14 @@ class Runner:
         if staged.watched:
             longest = max(items[index].max_kv_len for index in staged.watched)
             num_blocks = -(-longest // self.kv.block_size)
-            batch.watched = watch(batch, sent[staged.watched_indices].long(), state, num_blocks)
+            batch.watched = watch(
+                batch, sent[staged.watched_indices].long(), batch_slots, num_blocks
+            )
         # Everything else is done before the forward pass: a CPU's threads would fall asleep if
         # there were other work between the layers and the head.
         slots = batch.slots[sampled]
         lengths = batch.seq_lens[sampled]
-        state.computed[batch.slots.long()] = batch.seq_lens
+        batch_slots.computed[batch.slots.long()] = batch.seq_lens
         logits: Tensor | None = None
         prompt_logprobs: list[PromptLogprobs] = []
         if (batch.last is not None or samples_all) and not wants_prompt_logprobs:
@@ -382,21 +384,21 @@ class Runner:
         if batch.watched is not None:
             handle.attention_mass = Download(batch.watched.mass / self.model.config.num_layers)
         if self.drafter is not None:
-            self.drafter.observe(Observed(plan, batch, hidden), state)
+            self.drafter.observe(Observed(plan, batch, hidden), batch_slots)
         return handle
 
     def _verify(self, plan: Plan, staged: StagedStep, sent: Tensor) -> StepHandle:
         """Run a step that only decodes and has drafts: sample after every row, and advance each
         slot over the rows that are kept."""
         items = plan.items
-        state = self.batch_slots
+        batch_slots = self.batch_slots
         max_len = max(item.max_kv_len for item in items)
-        rows = compute_rows(self.model, self.kv, state, sent[staged.layout], max_len)
+        rows = compute_rows(self.model, self.kv, batch_slots, sent[staged.layout], max_len)
         item_of_row = [index for index, item in enumerate(items) for _ in range(item.num_tokens)]
         handle = self._sample(plan, item_of_row, rows.forward, [])
-        handle.kept = Download(keep_rows(rows, state))
+        handle.kept = Download(keep_rows(rows, batch_slots))
         if self.drafter is not None:
-            self.drafter.observe(Observed(plan, rows.batch, rows.hidden), state)
+            self.drafter.observe(Observed(plan, rows.batch, rows.hidden), batch_slots)
         return handle
 
     def _sample(
@@ -408,13 +410,13 @@ class Runner:
     ) -> StepHandle:
         """Choose a token for each sampled item, which is listed several times if it has drafts.
         `forward` holds the sampled items or, from a graph, all items."""
-        state = self.batch_slots
+        batch_slots = self.batch_slots
         slots = [plan.items[index].slot for index in sampled]
-        if plan.token_masks or not state.special_slots.isdisjoint(slots):
+        if plan.token_masks or not batch_slots.special_slots.isdisjoint(slots):
             return self._sample_special(plan, sampled, forward, prompt_logprobs)
         tokens = forward.tokens
         if tokens is None:
-            tokens = choose(forward, state, self.model.ops)
+            tokens = choose(forward, batch_slots, self.model.ops)
         copy = copy_async if self.graphs is None else self.graphs.copy_to_host
         return StepHandle(
             items=plan.items,
@@ -431,14 +433,14 @@ class Runner:
     ) -> StepHandle:
         """Choose tokens for items of which some need more than a temperature."""
         items = plan.items
-        state = self.batch_slots
+        batch_slots = self.batch_slots
         slots = [items[index].slot for index in sampled]
         upload = Upload()
         places = list(number_repeats(sampled))
         job = SampleJob.stage(
             slots=slots,
             max_len=max(items[index].max_kv_len for index in sampled),
-            state=state,
+            batch_slots=batch_slots,
             upload=upload,
             masks={
                 row: plan.token_masks[index][offset]
@@ -446,7 +448,7 @@ class Runner:
                 if index in plan.token_masks
             },
         )
-        requested = RequestedLogprobs.of(slots, state)
+        requested = RequestedLogprobs.of(slots, batch_slots)
         requested_indices = upload.ints(requested.items)
         named_tokens = upload.ints(requested.padded())
         sampled_indices = upload.ints(sampled)
@@ -459,8 +461,8 @@ class Runner:
         wanting = sent[requested_indices].long()
         raw_logits = forward.logits[wanting] if requested.items else None  # before adjust()
         forward = forward._replace(logits=forward.logits.float())
-        adjusted = forward._replace(logits=adjust(forward, job, state, sent))
-        tokens = choose(adjusted, state, self.model.ops)
+        adjusted = forward._replace(logits=adjust(forward, job, batch_slots, sent))
+        tokens = choose(adjusted, batch_slots, self.model.ops)
         handle = StepHandle(items, Download(tokens), prompt_logprobs=prompt_logprobs)
         if raw_logits is not None:
             named = None

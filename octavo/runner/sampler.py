@@ -44,10 +44,14 @@ class SampleJob:
 
     @staticmethod
     def stage(
-        slots: list[int], max_len: int, state: BatchSlots, upload: Upload, masks: dict[int, bytes]
+        slots: list[int],
+        max_len: int,
+        batch_slots: BatchSlots,
+        upload: Upload,
+        masks: dict[int, bytes],
     ) -> SampleJob:
         """`masks`: item -> packed mask of the tokens it may sample (Guide.mask)."""
-        filled = [new for slot in slots if (new := state.new_slots[slot]) is not None]
+        filled = [new for slot in slots if (new := batch_slots.new_slots[slot]) is not None]
         params = [new.params for new in filled]
         allowed = [item for item, p in enumerate(params) if p.allowed_token_ids is not None]
         penalised = [item for item, p in enumerate(params) if p.has_penalties]
@@ -90,32 +94,32 @@ def is_filtered(params: SamplingParams) -> bool:
 
 
 def choose(
-    forward: ForwardResult, state: BatchSlots, ops: Ops, sampled: Tensor | None = None
+    forward: ForwardResult, batch_slots: BatchSlots, ops: Ops, sampled: Tensor | None = None
 ) -> Tensor:
     """Sample a token for each item and write it to the item's slot. Returns [R] (int32), -1 where
     no logit is finite. `sampled` [R] (int32): 0 for an item whose next token is known, whose slot
     stays as it is."""
     positions = forward.lengths
-    if state.is_bounded:  # the noise goes by the position in the text, or it would repeat
-        dropped = state.ints[forward.slots.long(), IntColumn.DROPPED_TOKENS]
+    if batch_slots.is_bounded:  # the noise goes by the position in the text, or it would repeat
+        dropped = batch_slots.ints[forward.slots.long(), IntColumn.DROPPED_TOKENS]
         positions = forward.lengths + dropped
     tokens = ops.choose(
         forward.logits,
         forward.slots,
-        state.floats[:, FloatColumn.TEMPERATURE],
-        state.ints[:, IntColumn.SEED_LOW],
-        state.ints[:, IntColumn.SEED_HIGH],
+        batch_slots.floats[:, FloatColumn.TEMPERATURE],
+        batch_slots.ints[:, IntColumn.SEED_LOW],
+        batch_slots.ints[:, IntColumn.SEED_HIGH],
         positions,
     )
     target = forward.slots.long(), forward.lengths.long()
     if sampled is None:
-        state.tokens[target] = tokens
+        batch_slots.tokens[target] = tokens
     else:
-        state.tokens[target] = torch.where(sampled > 0, tokens, state.tokens[target])
+        batch_slots.tokens[target] = torch.where(sampled > 0, tokens, batch_slots.tokens[target])
     return tokens
 
 
-def adjust(forward: ForwardResult, job: SampleJob, state: BatchSlots, sent: Tensor) -> Tensor:
+def adjust(forward: ForwardResult, job: SampleJob, batch_slots: BatchSlots, sent: Tensor) -> Tensor:
     """Apply every parameter but the division by the temperature to float32 logits [R, V], in place.
 
     The order is vLLM's: masks, min_tokens, logit bias, penalties, then min-p, top-k and top-p."""
@@ -127,8 +131,8 @@ def adjust(forward: ForwardResult, job: SampleJob, state: BatchSlots, sent: Tens
         if name not in ("bias_value", "mask")
     }
     slots = forward.slots.long()
-    ints = state.ints[slots]
-    floats = state.floats[slots]
+    ints = batch_slots.ints[slots]
+    floats = batch_slots.floats[slots]
     prompt_len = ints[:, IntColumn.PROMPT_LEN]
     _mask(logits, indices, job, sent)
     if len(indices["banned_item"]):
@@ -144,7 +148,7 @@ def adjust(forward: ForwardResult, job: SampleJob, state: BatchSlots, sent: Tens
         items = indices["penalised"]
         logits[items] = penalise(
             logits=logits[items],
-            tokens=state.tokens[slots[items], : job.max_len],
+            tokens=batch_slots.tokens[slots[items], : job.max_len],
             prompt_len=prompt_len[items],
             lengths=lengths[items],
             presence=floats[items, FloatColumn.PRESENCE_PENALTY],
@@ -268,10 +272,10 @@ class RequestedLogprobs:
     named: list[list[int]]  # tokens that an item wants in place of the likeliest; empty: none
 
     @staticmethod
-    def of(slots: list[int], state: BatchSlots) -> RequestedLogprobs:
+    def of(slots: list[int], batch_slots: BatchSlots) -> RequestedLogprobs:
         requested = RequestedLogprobs([], [], [])
         for item, slot in enumerate(slots):
-            new = state.new_slots[slot]
+            new = batch_slots.new_slots[slot]
             if new is None or new.num_logprobs is None:
                 continue
             named = new.params.logprob_token_ids or []

@@ -52,29 +52,29 @@ def lay_out_rows(items: list[Item]) -> NDArray[np.int32]:
 
 
 def compute_rows(
-    model: CausalLM, kv: KVStore, state: BatchSlots, layout: Tensor, max_len: int
+    model: CausalLM, kv: KVStore, batch_slots: BatchSlots, layout: Tensor, max_len: int
 ) -> DraftRows:
     """Run the forward pass over rows. `layout` comes from lay_out_rows(), and no row is at or
     behind position `max_len`."""
     slots, offsets = layout.view(2, -1)
-    lengths = state.computed[slots.long()] + 1 + offsets
-    known = state.tokens[slots.long(), lengths.long() - 1]
+    lengths = batch_slots.computed[slots.long()] + 1 + offsets
+    known = batch_slots.tokens[slots.long(), lengths.long() - 1]
     # The token in a slot behind the known ones is the draft, until a token is sampled there.
-    drafts = state.tokens[slots.long(), lengths.long()]
-    batch = one_token_each(slots, lengths, known, state, kv.block_size, max_len)
+    drafts = batch_slots.tokens[slots.long(), lengths.long()]
+    batch = one_token_each(slots, lengths, known, batch_slots, kv.block_size, max_len)
     hidden, logits = model.forward_with_logits(batch, kv.view)
     return DraftRows(batch, hidden, ForwardResult(slots, logits, lengths), offsets, drafts)
 
 
-def keep_rows(rows: DraftRows, state: BatchSlots) -> Tensor:
+def keep_rows(rows: DraftRows, batch_slots: BatchSlots) -> Tensor:
     """Advance each slot over the rows that are kept, after a token was sampled behind every row.
     Returns which are kept [R] (bool)."""
     slots = rows.forward.slots.long()
     lengths = rows.forward.lengths
-    kept = is_kept(state.tokens[slots, lengths.long()] != rows.drafts, rows.offsets)
+    kept = is_kept(batch_slots.tokens[slots, lengths.long()] != rows.drafts, rows.offsets)
     reached = torch.where(kept, lengths, 0)
-    state.computed.scatter_reduce_(0, slots, reached, "amax")
-    state.computed[state.padding_slot :].zero_()
+    batch_slots.computed.scatter_reduce_(0, slots, reached, "amax")
+    batch_slots.computed[batch_slots.padding_slot :].zero_()
     return kept
 
 

@@ -38,7 +38,7 @@ def choose(
     tokens = tokens or [[1, 2, 3]] * n
     prompt_lens = prompt_lens or [len(t) for t in tokens]
     seeds = seeds or [p.seed or 0 for p in params]
-    state = BatchSlots(n, 64, 16, torch.device("cpu"))
+    batch_slots = BatchSlots(n, 64, 16, torch.device("cpu"))
     new_slots = [
         NewSlot(
             i, 0, i, array("i", tokens[i]), 0, [], prompt_lens[i], seeds[i], stop_ids, params[i]
@@ -46,23 +46,23 @@ def choose(
         for i in range(n)
     ]
     upload = Upload()
-    changes = state.stage(Plan(1, new_slots=new_slots), upload)
+    changes = batch_slots.stage(Plan(1, new_slots=new_slots), upload)
     job = sampler.SampleJob.stage(
         slots=list(range(n)),
         max_len=max(map(len, tokens)),
-        state=state,
+        batch_slots=batch_slots,
         upload=upload,
         masks={i: pack(allowed, VOCAB) for i, allowed in (masks or {}).items()},
     )
     sent = upload.send(torch.device("cpu"))
-    state.apply(changes, sent)
+    batch_slots.apply(changes, sent)
     forward = ForwardResult(
         slots=torch.arange(n, dtype=torch.int32),
         logits=logits.float().clone(),
         lengths=torch.tensor([len(t) for t in tokens], dtype=torch.int32),
     )
-    adjusted = forward._replace(logits=sampler.adjust(forward, job, state, sent))
-    return sampler.choose(adjusted, state, OPS).tolist()
+    adjusted = forward._replace(logits=sampler.adjust(forward, job, batch_slots, sent))
+    return sampler.choose(adjusted, batch_slots, OPS).tolist()
 
 
 def random_logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
