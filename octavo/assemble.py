@@ -578,7 +578,7 @@ def build_runner(
         kv=kv,
         limits=runner_limits(schedule)._replace(is_bounded=cache.kv_eviction != "none"),
         use_graphs=resolved.requirements.graphs,
-        tiers=tiers,
+        tier_store=tiers,
         canary=canary,
         drafter=build_drafter(loaded, resolved, kv),
     )
@@ -732,7 +732,7 @@ class EngineFactory:
     def new_engine(self, schedule: ScheduleConfig, recorder: Recorder | None = None) -> Engine:
         """Return an engine with an empty prefix cache. It finds the KV that is on disk."""
         scheduler = Scheduler(self.cache, schedule, self.vocab_size, self.eos_ids, self.seed)
-        store = self.runner.tiers
+        store = self.runner.tier_store
         if scheduler.tiers is not None and store is not None and store.disk is not None:
             scheduler.tiers.attach_store(store.disk.known_hashes, store.fetch_ids)
         runner: Runner | RankedRunner = self.runner

@@ -136,7 +136,7 @@ class LLM:
         self.guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
         self._num_requests = 0
         self._close: weakref.finalize[..., LLM] | None = None
-        if self.runner.tiers is not None or self.ranks is not None:
+        if self.runner.tier_store is not None or self.ranks is not None:
             # Blocks that wait to be written are written when the interpreter ends, too.
             self._close = weakref.finalize(self, close_runner, self.runner, self.ranks)
 
@@ -177,7 +177,7 @@ class LLM:
             # Steps of requests that were interrupted may still be in flight.
             while not self.engine.idle and not self.engine.scheduler.live:
                 self.step()
-            if self.engine.idle and self.runner.tiers is not None:
+            if self.engine.idle and self.runner.tier_store is not None:
                 plan = self.engine.scheduler.flush()
                 self.engine.scheduler.commit(plan, self.engine.runner.launch(plan).wait())
         finally:
@@ -427,8 +427,8 @@ class LLM:
 
 
 def close_runner(runner: Runner, ranks: Ranks | None) -> None:
-    if runner.tiers is not None:
-        runner.tiers.close()
+    if runner.tier_store is not None:
+        runner.tier_store.close()
     if ranks is not None:
         ranks.close()
 

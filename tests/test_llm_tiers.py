@@ -178,7 +178,10 @@ def test_damaged_records_cost_time_and_never_a_token(
         else:
             record.write_bytes(contents[i - 1])
     again = make(kv_disk_path=tmp_path)
-    assert again.runner.tiers is not None and (again.runner.tiers.checksums is not None) == sealed
+    assert (
+        again.runner.tier_store is not None
+        and (again.runner.tier_store.checksums is not None) == sealed
+    )
     assert [ask(again, p)[0] for p in many] == want
     assert again.engine.scheduler.counters.tiers.disk_tokens == 0
     assert damage == "remove" or sum(again.engine.scheduler.counters.tiers.misses.values()) > 0
@@ -312,7 +315,7 @@ def test_off_means_off(tmp_path: Path) -> None:
     llm = make(swap_space=0)
     assert (
         llm.engine.scheduler.tiers is None
-        and llm.runner.tiers is None
+        and llm.runner.tier_store is None
         and llm.memory.host == llm.memory.disk == 0
     )
     llm.close()
@@ -368,6 +371,6 @@ def test_a_new_engine_draws_fetch_ids_from_the_runners_store(tmp_path: Path) -> 
     """An answer to a fetch of the engine before it must not match one of its own."""
     llm = make(kv_disk_path=tmp_path)
     tiers = llm.new_engine(llm.schedule).scheduler.tiers
-    assert tiers is not None and llm.runner.tiers is not None
-    assert tiers.fetch_ids is llm.runner.tiers.fetch_ids
+    assert tiers is not None and llm.runner.tier_store is not None
+    assert tiers.fetch_ids is llm.runner.tier_store.fetch_ids
     llm.close()

@@ -276,7 +276,7 @@ def measure_disk(
     ask(llm, source.new_prompt())
     costs = force_loading(llm)
     timer = FirstTokenTimer(llm.engine.events)
-    store = llm.runner.tiers
+    store = llm.runner.tier_store
     if store is None or store.disk is None:
         raise OctavoError("this engine has no disk tier: set kv_disk to a directory")
     passes: dict[str, list[Answer]] = {}

@@ -150,7 +150,7 @@ class Runner:
         kv: KVStore,
         limits: RunnerLimits,
         use_graphs: bool = False,
-        tiers: TierStore | None = None,
+        tier_store: TierStore | None = None,
         canary: Canary | None = None,
         drafter: Drafter | None = None,
     ):
@@ -159,7 +159,7 @@ class Runner:
         self.model = model
         self.kv = kv
         self.device = kv.tensor.device
-        self.tiers = tiers
+        self.tier_store = tier_store
         self.batch_slots = BatchSlots(
             max_slots=limits.max_slots,
             max_len=limits.max_len,
@@ -186,16 +186,16 @@ class Runner:
     def launch(self, plan: Plan) -> StepHandle:
         """Launch a step. Raises DeviceOutOfMemory if it is too large for the device's memory."""
         try:
-            if self.tiers is None:
+            if self.tier_store is None:
                 return self._launch_step(plan)
-            return self._launch_with_tiers(plan, self.tiers)
+            return self._launch_with_tiers(plan, self.tier_store)
         except torch.OutOfMemoryError as error:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             raise DeviceOutOfMemory(f"no memory for a step of {plan.num_tokens} tokens") from error
 
-    def _launch_with_tiers(self, plan: Plan, tiers: TierStore) -> StepHandle:
-        tiers.begin(plan)
+    def _launch_with_tiers(self, plan: Plan, tier_store: TierStore) -> StepHandle:
+        tier_store.begin(plan)
         timer = StepTimer(self.device) if plan.touches_slots or plan.loads else None
         if plan.touches_slots:
             handle = self._launch_step(plan, timer)
@@ -204,9 +204,9 @@ class Runner:
             # releases it, so this path makes as few calls as possible.
             handle = StepHandle()
             if timer is not None:
-                tiers.load(plan.loads)
+                tier_store.load(plan.loads)
                 timer.mark()
-        verification = tiers.take_verification()
+        verification = tier_store.take_verification()
         if timer is not None:
             timer.mark()
 
@@ -214,8 +214,8 @@ class Runner:
             if timer is not None:
                 result.load_seconds, result.compute_seconds = timer.seconds()
             if verification is not None:
-                result.corrupt_host_blocks = tiers.corrupt_blocks(verification)
-            result.disk_events = tiers.collect_events(wait=not plan.items)
+                result.corrupt_host_blocks = tier_store.corrupt_blocks(verification)
+            result.disk_events = tier_store.collect_events(wait=not plan.items)
 
         handle.finish = finish
         return handle
@@ -309,8 +309,8 @@ class Runner:
             if self.drafter is not None and self.drafter.kv is not None:
                 self.drafter.kv.copy(sources, targets)
         if plan.loads:
-            assert self.tiers is not None
-            self.tiers.load(plan.loads)
+            assert self.tier_store is not None
+            self.tier_store.load(plan.loads)
         if plan.shifts:
             self._shift(sent[staged.shifts].long(), plan.shifts[0][1])
         if timer is not None:

@@ -182,7 +182,7 @@ def test_stores_are_done_before_a_graph_overwrites_the_block(
     )
     for runner in runners:
         runner.kv.tensor[10].fill_(7.0)  # a cached content, in the block that the second step takes
-        runner.tiers = TierStore(runner.kv, 2)
+        runner.tier_store = TierStore(runner.kv, 2)
     first, second = plans()[:2]
     assert [block for _, _, block in plans()[2].block_appends] == [10]
     third = plans()[2]
@@ -192,12 +192,12 @@ def test_stores_are_done_before_a_graph_overwrites_the_block(
         assert results[0].tokens == results[1].tokens
     assert GraphShape(4, 4) in runners[1].graphs.graphs
     for runner in runners:
-        assert runner.tiers is not None
+        assert runner.tier_store is not None
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        assert runner.tiers.buffers[1].unique().tolist() == [7.0]
+        assert runner.tier_store.buffers[1].unique().tolist() == [7.0]
         assert not (runner.kv.tensor[10] == 7.0).all(), "the step was meant to write to it"
-        runner.tiers.close()
+        runner.tier_store.close()
 
 
 def test_a_step_that_loads_does_not_use_a_decode_graph() -> None:
