@@ -131,14 +131,14 @@ class StagedStep(NamedTuple):
     """The host's part of a step: parts of the upload, and indices of items."""
 
     shape: GraphShape | None  # of the CUDA graph to replay; None: run the kernels one by one
-    sampled: list[int]
+    item_of_row: list[int]  # the sampled items: each has one row of logits
     watched: list[int]  # items whose attention is measured
     copy_sources: slice
     copy_targets: slice
     shifts: slice
     slot_changes: tuple[slice, slice]
     layout: slice
-    sampled_indices: slice
+    row_items: slice  # the numbers of item_of_row
     watched_indices: slice
     draft_slots: list[slice]  # for each pass of the drafter: the slots that it drafts for
 
@@ -255,14 +255,14 @@ class Runner:
             tokens = Download(forward.tokens, copy=graphs.copy_to_host)
             return StepHandle(plan.items, tokens, kept=Download(forward.kept))
         forward = graphs.replay(staged.shape, layout, len(plan.items))
-        if not staged.sampled:
+        if not staged.item_of_row:
             return StepHandle(plan.items)
-        return self._sample(plan, staged.sampled, forward, [])
+        return self._sample(plan, staged.item_of_row, forward, [])
 
     def _stage(self, plan: Plan, watched: list[int], upload: Upload) -> StagedStep:
         """Collect what the host must tell the device."""
         items = plan.items
-        sampled = [index for index, item in enumerate(items) if item.sample]
+        item_of_row = [index for index, item in enumerate(items) if item.sample]
         copy_sources = upload.ints([source for source, _ in plan.copies])
         copy_targets = upload.ints([target for _, target in plan.copies])
         shifts = upload.ints([block for block, _ in plan.shifts])
@@ -277,14 +277,14 @@ class Runner:
         drafting = slots_to_draft(plan) if plan.num_drafts else []
         return StagedStep(
             shape=shape,
-            sampled=sampled,
+            item_of_row=item_of_row,
             watched=watched,
             copy_sources=copy_sources,
             copy_targets=copy_targets,
             shifts=shifts,
             slot_changes=slot_changes,
             layout=upload.ints(layout),
-            sampled_indices=upload.ints(sampled if shape is None else []),
+            row_items=upload.ints(item_of_row if shape is None else []),
             watched_indices=upload.ints(watched),
             draft_slots=[upload.ints(slots) for slots in drafting],
         )
@@ -342,19 +342,21 @@ class Runner:
         """Run the forward pass kernel by kernel, and sample."""
         items = plan.items
         batch_slots = self.batch_slots
-        sampled = sent[staged.sampled_indices].long()
+        item_of_row = sent[staged.row_items].long()
         spans: list[Span] = []
         num_tokens = 0
         for item in items:
             spans.append(Span(num_tokens, item.num_tokens, item.max_kv_len))
             num_tokens += item.num_tokens
         batch = gather(sent[staged.layout], len(items), batch_slots, self.kv.block_size, spans)
-        batch.logit_indices = batch.logit_indices[sampled]
+        batch.logit_indices = batch.logit_indices[item_of_row]
         wants_prompt_logprobs = any(item.prompt_logprobs is not None for item in items)
         wants_hidden = self.drafter is not None and self.drafter.needs_hidden
-        samples_all = len(staged.sampled) == num_tokens
-        if staged.sampled and not (wants_prompt_logprobs or wants_hidden or samples_all):
-            batch.last = last_tokens(batch, sampled, [spans[index] for index in staged.sampled])
+        samples_all = len(staged.item_of_row) == num_tokens
+        if staged.item_of_row and not (wants_prompt_logprobs or wants_hidden or samples_all):
+            batch.last = last_tokens(
+                batch, item_of_row, [spans[index] for index in staged.item_of_row]
+            )
         if staged.watched:
             longest = max(items[index].max_kv_len for index in staged.watched)
             num_blocks = -(-longest // self.kv.block_size)
@@ -363,8 +365,8 @@ class Runner:
             )
         # Everything else is done before the forward pass: a CPU's threads would fall asleep if
         # there were other work between the layers and the head.
-        slots = batch.slots[sampled]
-        lengths = batch.seq_lens[sampled]
+        slots = batch.slots[item_of_row]
+        lengths = batch.seq_lens[item_of_row]
         batch_slots.computed[batch.slots.long()] = batch.seq_lens
         logits: Tensor | None = None
         prompt_logprobs: list[PromptLogprobs] = []
@@ -375,12 +377,12 @@ class Runner:
             hidden = self.model(batch, self.kv.view)
             if wants_prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(items, batch, hidden)
-            if staged.sampled:
+            if staged.item_of_row:
                 logits = self.model.logits(hidden[batch.logit_indices])
         handle = StepHandle(items, prompt_logprobs=prompt_logprobs)
         if logits is not None:
             forward = ForwardResult(slots, logits, lengths)
-            handle = self._sample(plan, staged.sampled, forward, prompt_logprobs)
+            handle = self._sample(plan, staged.item_of_row, forward, prompt_logprobs)
         if batch.watched is not None:
             handle.attention_mass = Download(batch.watched.mass / self.model.config.num_layers)
         if self.drafter is not None:
@@ -404,16 +406,16 @@ class Runner:
     def _sample(
         self,
         plan: Plan,
-        sampled: list[int],
+        item_of_row: list[int],
         forward: ForwardResult,
         prompt_logprobs: list[PromptLogprobs],
     ) -> StepHandle:
-        """Choose a token for each sampled item, which is listed several times if it has drafts.
-        `forward` holds the sampled items or, from a graph, all items."""
+        """Choose a token for each row of logits. An item with drafts has several rows. `forward`
+        has these rows or, from a graph, one row for each item."""
         batch_slots = self.batch_slots
-        slots = [plan.items[index].slot for index in sampled]
+        slots = [plan.items[index].slot for index in item_of_row]
         if plan.token_masks or not batch_slots.special_slots.isdisjoint(slots):
-            return self._sample_special(plan, sampled, forward, prompt_logprobs)
+            return self._sample_special(plan, item_of_row, forward, prompt_logprobs)
         tokens = forward.tokens
         if tokens is None:
             tokens = choose(forward, batch_slots, self.model.ops)
@@ -427,19 +429,19 @@ class Runner:
     def _sample_special(
         self,
         plan: Plan,
-        sampled: list[int],
+        item_of_row: list[int],
         forward: ForwardResult,
         prompt_logprobs: list[PromptLogprobs],
     ) -> StepHandle:
         """Choose tokens for items of which some need more than a temperature."""
         items = plan.items
         batch_slots = self.batch_slots
-        slots = [items[index].slot for index in sampled]
+        slots = [items[index].slot for index in item_of_row]
         upload = Upload()
-        places = list(number_repeats(sampled))
+        places = list(number_repeats(item_of_row))
         job = SampleJob.stage(
             slots=slots,
-            max_len=max(items[index].max_kv_len for index in sampled),
+            max_len=max(items[index].max_kv_len for index in item_of_row),
             batch_slots=batch_slots,
             upload=upload,
             masks={
@@ -451,10 +453,10 @@ class Runner:
         requested = RequestedLogprobs.of(slots, batch_slots)
         requested_indices = upload.ints(requested.items)
         named_tokens = upload.ints(requested.padded())
-        sampled_indices = upload.ints(sampled)
+        row_items = upload.ints(item_of_row)
         sent = upload.send(self.device)
-        if len(sampled) < len(forward.slots):
-            index = sent[sampled_indices].long()
+        if len(item_of_row) < len(forward.slots):
+            index = sent[row_items].long()
             forward = ForwardResult(
                 forward.slots[index], forward.logits[index], forward.lengths[index]
             )
