@@ -23,7 +23,7 @@ BUSY = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True}
 
 class Owner:
     def __init__(self, priority: int = 0):
-        self.priority, self.error = priority, None
+        self.key_priority, self.error = priority, None
 
     def fail(self, error: ApiError) -> None:
         self.error = error
@@ -66,7 +66,7 @@ def test_a_full_queue_is_known_before_the_request_is_read() -> None:
     with pytest.raises(ApiError, match="2 requests"):
         queue.check_full()
     queue.check_full(free=1)
-    queue.check_full(priority=1)
+    queue.check_full(key_priority=1)
     assert not any(owner.error for owner in owners), "nothing is refused for a body not read yet"
 
 
@@ -96,8 +96,8 @@ def test_a_higher_priority_pushes_out_the_youngest_lower_one() -> None:
     queue.enter("1", first, 1)
     queue.enter("2", second, 1)
     with pytest.raises(ApiError):
-        queue.check(1, 1, priority=0)
-    queue.check(1, 1, priority=5)
+        queue.check(1, 1, key_priority=0)
+    queue.check(1, 1, key_priority=5)
     assert first.error is None and second.error is not None and second.error.code == "queue_full"
 
 

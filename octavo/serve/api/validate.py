@@ -373,7 +373,7 @@ def build(
     salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
     # A key with a higher number is served first. A request with a lower number is served first, as
     # in vLLM.
-    priority = min(max((body.priority or 0) - caller.priority, -(2**31)), 2**31 - 1)
+    priority = min(max((body.priority or 0) - caller.key_priority, -(2**31)), 2**31 - 1)
     deadline = None if asked.timeout is None else caller.arrival + asked.timeout
     requests: list[Request] = []
     for _, ids in prompts:

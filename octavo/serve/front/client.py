@@ -110,10 +110,10 @@ class Call:
         self.structure = prepared.structure
         self.key = key
         self.owner = ""
-        self.priority = 0
+        self.key_priority = 0
         if key is not None:
             self.owner = key.name
-            self.priority = key.priority
+            self.key_priority = key.priority
         self.error: ApiError | None = None
         self.compiling = {
             request.id for request in self.requests if request.params.structured_outputs is not None
@@ -339,9 +339,9 @@ class EngineClient:
             self._send(call, prepared.timeout)
         return call
 
-    def check_may_send(self, priority: int) -> None:
+    def check_may_send(self, key_priority: int) -> None:
         """Raise ApiError if not even the smallest request could be sent now."""
-        self.queue_bound.check_full(priority, self._free_slots())
+        self.queue_bound.check_full(key_priority, self._free_slots())
 
     def _free_slots(self) -> int:
         """Return how many requests the engine can admit in its next step."""
@@ -356,7 +356,7 @@ class EngineClient:
         self.queue_bound.check(
             requests=len(requests),
             tokens=sum(len(request.prompt) for request in requests),
-            priority=key.priority if key is not None else 0,
+            key_priority=key.priority if key is not None else 0,
             free=self._free_slots(),
         )
         running = (open_request.request for open_request in self.open_requests.values())

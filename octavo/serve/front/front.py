@@ -81,7 +81,7 @@ class Front:
         """
         if caller.key is not None:
             caller.key.check()
-        self.client.check_may_send(caller.priority)
+        self.client.check_may_send(caller.key_priority)
 
 
 def worker_setup(config: ServeConfig, loaded: Loaded) -> Setup:
@@ -120,5 +120,6 @@ class Caller:
         return self.key.salt if self.key else ""
 
     @property
-    def priority(self) -> int:
+    def key_priority(self) -> int:
+        """The priority of the key. Unlike the priority of a request, higher numbers come first."""
         return self.key.priority if self.key else 0

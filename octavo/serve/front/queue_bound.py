@@ -1,7 +1,7 @@
 """Limits the number of waiting requests, and the number of tokens in their prompts.
 
-A request above the limit displaces a waiting request of lower priority, if there is one. Otherwise
-it is refused at once, with the time after which the client should retry.
+A request above the limit displaces a waiting request whose key has a lower priority, if there is
+one. Otherwise it is refused at once, with the time after which the client should retry.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RETURNING_SHARE = 0.7
 class Waiting(Protocol):
     """The part of a call that the queue knows."""
 
-    priority: int
+    key_priority: int
 
     def fail(self, error: ApiError) -> None: ...
 
@@ -44,25 +44,25 @@ class QueueBound:
         # The times at which refused clients should retry, in approximately ascending order.
         self._retry_times: deque[float] = deque()
 
-    def check(self, requests: int, tokens: int, priority: int = 0, free: int = 0) -> None:
+    def check(self, requests: int, tokens: int, key_priority: int = 0, free: int = 0) -> None:
         """Raise queue_full if there is no room for these requests.
 
-        Waiting requests of lower priority are refused first to make room. `free` is the number of
-        requests that the engine can admit at once.
+        Waiting requests of lower key priority are refused first to make room. `free` is the number
+        of requests that the engine can admit at once.
         """
         while (excess := self._excess(requests, tokens, free)) is not None:
-            displaced = self._latest_below(priority)
+            displaced = self._latest_below(key_priority)
             if displaced is None:
                 raise queue_full(excess, self.retry_after())
             displaced.fail(queue_full("requests of higher priority arrived", self.retry_after()))
 
-    def check_full(self, priority: int = 0, free: int = 0) -> None:
+    def check_full(self, key_priority: int = 0, free: int = 0) -> None:
         """Raise queue_full if `check` would raise it for a request of one token.
 
         This method does not change the waiting requests.
         """
         excess = self._excess(1, 1, free)
-        if excess is not None and self._latest_below(priority) is None:
+        if excess is not None and self._latest_below(key_priority) is None:
             raise queue_full(excess, self.retry_after())
 
     def _excess(self, requests: int, tokens: int, free: int) -> str | None:
@@ -76,10 +76,10 @@ class QueueBound:
             return f"{self.tokens} prompt tokens"
         return None
 
-    def _latest_below(self, priority: int) -> Waiting | None:
-        """Return the call of lower priority that arrived last, or None."""
+    def _latest_below(self, key_priority: int) -> Waiting | None:
+        """Return the call of lower key priority that arrived last, or None."""
         for call, _ in reversed(self.waiting.values()):
-            if call.priority < priority:
+            if call.key_priority < key_priority:
                 return call
         return None
 
