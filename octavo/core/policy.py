@@ -1,8 +1,8 @@
 """Scheduling policies: the order of the queue, and which sequence is preempted when batch slots or
 blocks run out. Policies know sequences, no blocks and no clock.
 
-A policy is a rank: a number for each sequence, lowest first. Most ranks are seconds; those of
-`fair` are tokens. The scheduler does the rest:
+A policy gives each sequence a policy rank: a number, lowest first. Most of these numbers are
+seconds; those of `fair` are tokens. The scheduler does the rest:
 
     waiting, prefilling and decoding are kept in rank order, and plans are filled from the front
     a decoding sequence that needs a block takes it from a sequence with a later rank that is not in
@@ -40,7 +40,7 @@ class Policy:
     preemptive = False  # `preempts` may return True
 
     def rank(self, seq: Sequence) -> float:
-        """Lower ranks come first; equal ranks go by arrival."""
+        """Return the policy rank. Lower ones come first; equal ones go by arrival."""
         return 0.0
 
     def preempts(self, seq: Sequence, other: Sequence) -> bool:
