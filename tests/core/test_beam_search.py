@@ -169,7 +169,9 @@ def test_what_beams_share_is_charged_once() -> None:
 
 def test_beams_that_lost_leave_no_trace(tmp_path: Path) -> None:
     engine = make_engine(100, 4, rows=16, budget=64, depth=1)
-    trace.Recorder(tmp_path / "trace").listen_to(engine.events)
+    trace.Recorder(tmp_path / "trace").listen_to(
+        engine.events, engine.scheduler.clock, engine.host_time
+    )
     asked = request("a", width=4, length=6, prompt=10, ignore_eos=True)
     asked.arrival = 1.0
     run(engine, asked)
