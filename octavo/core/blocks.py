@@ -132,7 +132,7 @@ class BlockPool:
             self.tenants[block] = tenant
             if BlockPublished in self.events.listeners:
                 self.events.emit(
-                    BlockPublished(block, content.hash, content.parent, content.tokens)
+                    BlockPublished(block, full_block.hash, full_block.parent, full_block.tokens)
                 )
 
     def find(self, content_hash: bytes, tokens: array[int]) -> int | None:

@@ -75,7 +75,7 @@ def rendered(heartbeat: Heartbeat) -> str:
     metrics = Metrics("octavo", "m")
     metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
         supervisor=SimpleNamespace(heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None),
-        queue=SimpleNamespace(waiting=[], tokens=0),
+        queue_bound=SimpleNamespace(waiting=[], tokens=0),
         open_requests={},
         ready=True,
     )

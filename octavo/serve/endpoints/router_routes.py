@@ -60,8 +60,8 @@ async def load(exchange: Exchange) -> None:
     """Reply with the requests and the tokens of the engine, one entry as for one SGLang rank."""
     client = exchange.front.client
     heartbeat = client.supervisor.heartbeat
-    num_waiting = len(client.queue.waiting)
-    num_tokens = heartbeat.blocks_used * client.model.block_size + client.queue.tokens
+    num_waiting = len(client.queue_bound.waiting)
+    num_tokens = heartbeat.blocks_used * client.model.block_size + client.queue_bound.tokens
     entry = {
         "dp_rank": 0,
         "num_reqs": heartbeat.running + num_waiting,
@@ -74,7 +74,7 @@ async def load(exchange: Exchange) -> None:
 async def health_generate(exchange: Exchange) -> None:
     """Reply with status 200 after the engine has generated one token."""
     front = exchange.front
-    front.check_admission(exchange.caller)
+    front.check_may_send(exchange.caller)
     body = GenerateRequest(prompt="1", max_new_tokens=1)
     prepared = await prepare_generate(front, exchange.caller, body, ["1"], headers={})
     await texts(exchange, prepared)
