@@ -268,7 +268,7 @@ class Forwarder:
             outgoing.held.release()
             outgoing.is_stream = any(b"event-stream" in value for _, value in message.headers)
             if outgoing.is_stream:
-                outgoing.request.heartbeat = KEEP_ALIVE
+                outgoing.request.keep_alive_comment = KEEP_ALIVE
             await outgoing.send(
                 {
                     "type": "http.response.start",
