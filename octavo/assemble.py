@@ -696,7 +696,7 @@ class TierFacts:
 
     @classmethod
     def of(cls, runner: Runner) -> TierFacts:
-        tiers = runner.tiers
+        tiers = runner.tier_store
         if tiers is None:
             return cls(0, frozenset())
         known_hashes = frozenset() if tiers.disk is None else tiers.disk.known_hashes
@@ -712,9 +712,9 @@ def agree_on_tiers(ranks: Ranks, runner: Runner) -> None:
             "not every rank has memory for the host tier of the KV cache: lower swap_space "
             "(--kv-host-gib)"
         )
-    if runner.tiers is not None and runner.tiers.disk is not None:
+    if runner.tier_store is not None and runner.tier_store.disk is not None:
         known_hashes = [other.known_hashes for other in others]
-        runner.tiers.disk.known_hashes = own.known_hashes.intersection(*known_hashes)
+        runner.tier_store.disk.known_hashes = own.known_hashes.intersection(*known_hashes)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def prepare(start: RankStart, connection: Connection) -> tuple[Runner, Resolved]
 
 def run_plans(runner: Runner, connection: Connection, depth: int) -> None:
     """Execute plans until rank 0 closes the pipe. Up to `depth` steps are in flight."""
-    reports_disk = runner.tiers is not None and runner.tiers.disk is not None
+    reports_disk = runner.tier_store is not None and runner.tier_store.disk is not None
     in_flight: deque[StepHandle] = deque()
     while True:
         while in_flight and (len(in_flight) >= depth or not connection.poll()):
@@ -67,8 +67,8 @@ def main(descriptor: int) -> int:
         try:
             run_plans(runner, connection, resolved.schedule.depth)
         finally:
-            if runner.tiers is not None:
-                runner.tiers.close()
+            if runner.tier_store is not None:
+                runner.tier_store.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     return 0

@@ -79,7 +79,7 @@ class RelayedRequest:
     def __init__(self, start: RelayStart, writer: asyncio.StreamWriter):
         self.arrival = time.monotonic() - start.elapsed
         self.response_started = False
-        self.heartbeat = b""
+        self.keep_alive_comment = b""
         self.disconnected = False
         self._body = start.body
         self._writer = writer
