@@ -37,6 +37,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -211,38 +212,71 @@ DEFAULTS = {
     "output": "16-256",
     "shared": "0",
     "groups": "1",
+    "skew": "0",
     "urgent": "0",
     "tenants": "1",
     "seed": "0",
 }
 
 
-def _synthetic(spec: str) -> Iterator[TraceEntry]:
-    """Make a trace with random arrivals.
+@dataclass(frozen=True)
+class SyntheticTrace:
+    """What a synthetic trace such as poisson:rate=4,n=100 asks for."""
 
-    rate: requests per second. n: number of requests. prompt, output: lengths, A-B for a uniform
-    distribution. shared: tokens that the prompts of a group begin with, and groups: how many
-    groups. urgent: fraction of requests with priority -1. tenants: number of tenants."""
-    given = _parse_spec(spec)
-    rate = _number("rate", given, float)
-    urgent = _number("urgent", given, float)
-    num_requests = _number("n", given, int)
-    shared = _number("shared", given, int)
-    groups = _number("groups", given, int)
-    tenants = _number("tenants", given, int)
-    seed = _number("seed", given, int)
-    lengths = [_lengths(name, given) for name in ("prompt", "output")]
-    in_range = 0 < rate < math.inf and 0 <= urgent <= 1 and shared >= 0
-    if not in_range or min(num_requests, groups, tenants) < 1:
-        raise InvalidRequest(
-            f"{spec}: rate, n, groups and tenants are above 0, urgent is from 0 to 1", "trace"
+    rate: float  # requests per second
+    num_requests: int
+    prompt: tuple[int, int]  # the shortest and the longest, uniformly distributed
+    output: tuple[int, int]
+    shared: int  # tokens that the prompts of a group begin with
+    groups: int
+    skew: float  # how unequal groups are: the n-th one has a share of 1 / n ** skew
+    urgent: float  # the fraction of requests with priority -1
+    tenants: int
+    seed: int
+
+    @classmethod
+    def parse(cls, spec: str) -> SyntheticTrace:
+        given = _parse_spec(spec)
+        parsed = cls(
+            rate=_number("rate", given, float),
+            num_requests=_number("n", given, int),
+            prompt=_lengths("prompt", given),
+            output=_lengths("output", given),
+            shared=_number("shared", given, int),
+            groups=_number("groups", given, int),
+            skew=_number("skew", given, float),
+            urgent=_number("urgent", given, float),
+            tenants=_number("tenants", given, int),
+            seed=_number("seed", given, int),
         )
-    generator = random.Random(seed)
+        in_range = 0 < parsed.rate < math.inf and 0 <= parsed.urgent <= 1 and parsed.shared >= 0
+        if min(parsed.num_requests, parsed.groups, parsed.tenants) < 1 or not in_range:
+            raise InvalidRequest(
+                f"{spec}: rate, n, groups and tenants are above 0, urgent is from 0 to 1", "trace"
+            )
+        if not 0 <= parsed.skew <= 10:
+            raise InvalidRequest(f"{spec}: skew is from 0 to 10", "trace")
+        return parsed
+
+    def group_weights(self) -> list[float]:
+        return [1 / (1 + index) ** self.skew for index in range(self.groups)]
+
+
+def _synthetic(spec: str) -> Iterator[TraceEntry]:
+    """Make a trace with random arrivals."""
+    asked = SyntheticTrace.parse(spec)
+    shared = asked.shared
+    generator = random.Random(asked.seed)
+    cumulative_weights = list(accumulate(asked.group_weights()))
     arrival = 0.0
-    for index in range(num_requests):
-        arrival += generator.expovariate(rate)
-        prompt, output = (generator.randint(low, high) for low, high in lengths)
-        group = generator.randrange(groups)
+    for index in range(asked.num_requests):
+        arrival += generator.expovariate(asked.rate)
+        prompt = generator.randint(*asked.prompt)
+        output = generator.randint(*asked.output)
+        if asked.skew:
+            (group,) = generator.choices(range(asked.groups), cum_weights=cumulative_weights)
+        else:
+            group = generator.randrange(asked.groups)
         num_common = shared // BLOCK
         num_own = (shared + prompt + output) // BLOCK - num_common
         common_blocks = [group * num_common + block for block in range(num_common)]
@@ -252,8 +286,8 @@ def _synthetic(spec: str) -> Iterator[TraceEntry]:
             prompt=shared + prompt,
             output=output,
             blocks=common_blocks + own_blocks,
-            priority=-1 if generator.random() < urgent else 0,
-            tenant=f"tenant {generator.randrange(tenants)}",
+            priority=-1 if generator.random() < asked.urgent else 0,
+            tenant=f"tenant {generator.randrange(asked.tenants)}",
         )
 
 

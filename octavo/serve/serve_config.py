@@ -264,6 +264,14 @@ class ServeConfig:
             check=real(0, MAX_SECONDS),
         ),
     ] = 60.0
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Option(
+            "Send OpenTelemetry spans to this collector, such as http://127.0.0.1:4317.",
+            "Load",
+            metavar="URL",
+        ),
+    ] = None
     metrics_prefix: Annotated[
         str,
         Option(

@@ -261,6 +261,8 @@ class Server:
             await client.supervisor.stop()
             await asyncio.gather(serving, engine, return_exceptions=True)
             await self.front.pool.close()
+            if self.front.tracing is not None:
+                await asyncio.to_thread(self.front.tracing.close)
             if self.health is not None:
                 await asyncio.to_thread(self.health.shutdown)
                 self.health.server_close()

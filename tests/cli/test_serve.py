@@ -57,6 +57,7 @@ OTHER_VALUES: dict[type, dict[str, tuple[str | None, object]]] = {
         "check_interval": ("0", 0.0),
         "metrics_prefix": ("vllm", "vllm"),
         "kv_events_config": ('{"hwm": 5}', KVEventsConfig(hwm=5)),
+        "otlp_traces_endpoint": ("http://127.0.0.1:4317", "http://127.0.0.1:4317"),
     },
     Limits: {
         "connections": ("2K", 2048),

@@ -39,6 +39,7 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     submitted: float = 0.0  # The time at which the front process sent the request.
     # If the reply is not streamed, the engine sends the first token, and the others at the end.
     send_at_end: bool = False
+    traced: bool = False  # The engine sends RequestSpans for the request.
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -142,6 +143,15 @@ class Accepted(msgspec.Struct, tag=True, array_like=True):
     """
 
     id: str
+
+
+class RequestSpans(msgspec.Struct, tag=True, array_like=True):
+    """What a sequence of a traced request did. It is sent before the output that ends it."""
+
+    id: str
+    index: int
+    # (name, start, end, tokens, steps, when each step landed), as in octavo/core/spans.py.
+    spans: list[tuple[str, float, float, int, list[int], list[float]]]
 
 
 class Heartbeat(msgspec.Struct, tag=True, array_like=True):
@@ -255,7 +265,16 @@ class EngineFailed(msgspec.Struct, tag=True, array_like=True):
 
 
 ToFront = (
-    Phase | Loaded | Ready | StepOutputs | Refused | Accepted | Heartbeat | View | EngineFailed
+    Phase
+    | Loaded
+    | Ready
+    | StepOutputs
+    | Refused
+    | Accepted
+    | RequestSpans
+    | Heartbeat
+    | View
+    | EngineFailed
 )
 
 encode = msgspec.msgpack.Encoder().encode

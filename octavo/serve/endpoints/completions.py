@@ -40,7 +40,9 @@ def open_call(front: Front, caller: Caller, prepared: Prepared, stream: bool) ->
     if key is not None:
         key.enter()
     try:
-        return front.client.open(caller.id, prepared, stream=stream, key=key)
+        return front.client.open(
+            caller.id, prepared, stream=stream, key=key, parent_span=caller.span
+        )
     except BaseException:
         if key is not None:
             key.leave(0)

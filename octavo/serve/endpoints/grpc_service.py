@@ -35,6 +35,7 @@ from octavo.serve.endpoints.completions import open_call
 from octavo.serve.endpoints.routes import check_prompts, prepare_generate
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.front.keys import network
+from octavo.serve.front.tracing import ServerSpan
 from octavo.serve.http.body import parse_in_worker
 from octavo.serve.http.exchange import client_gone
 from octavo.serve.limits import Limits
@@ -61,6 +62,7 @@ CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+GENERATING = ("Generate", "BatchGenerate", "GenerateStream")  # These methods have spans.
 NOT_IN_METADATA = ("connection", "www-authenticate")
 POLL = 0.05  # The service checks this often, in seconds, whether the server is ready.
 MIN_PING_MS = 500  # This is half of the documented interval, which allows for jitter.
@@ -161,8 +163,8 @@ class CallGuard:
         async def run(_: Any, context: Context) -> None:
             caller = Caller()
             code = "OK"
-            request_id = ("x-request-id", caller.id)
-            context.set_trailing_metadata((request_id,))
+            caller.span = self._begin_span(name, caller, context)
+            context.set_trailing_metadata(call_metadata(caller))
             try:
                 with self.count(context):
                     self._check(caller, context, needs_key)
@@ -177,19 +179,39 @@ class CallGuard:
                 if error.code != "client_gone":
                     self.front.metrics.rejections.labels(error.code or error.type).inc()
                 code = CODES[error.status].name
-                metadata = (request_id, *error_metadata(error))
+                metadata = (*call_metadata(caller), *error_metadata(error))
                 await context.abort(CODES[error.status], error.message, metadata)
             finally:
+                if caller.span is not None:
+                    status = grpc.StatusCode[code].value[0]
+                    caller.span.end({"rpc.grpc.status_code": status}, "" if code == "OK" else code)
                 log.info(
                     "%s gRPC %s %s %.1f ms%s",
                     caller.id,
                     name,
                     code,
                     (time.monotonic() - caller.arrival) * 1000,
-                    f" {caller.owner}" if caller.owner else "",
+                    caller.log_fields,
                 )
 
         return run
+
+    def _begin_span(self, name: str, caller: Caller, context: Context) -> ServerSpan | None:
+        tracing = self.front.tracing
+        if tracing is None or name not in GENERATING:
+            return None
+        metadata = {
+            key: value
+            for key, value in context.invocation_metadata() or ()
+            if isinstance(value, str)
+        }
+        attributes = {
+            "rpc.system": "grpc",
+            "rpc.service": SERVICE,
+            "rpc.method": name,
+            "gen_ai.request.id": caller.id,
+        }
+        return tracing.begin(f"{SERVICE}/{name}", metadata, caller.arrival, attributes)
 
     def _check(self, caller: Caller, context: Context, needs_key: bool) -> None:
         if needs_key:
@@ -199,6 +221,14 @@ class CallGuard:
             if remaining <= 0:
                 raise deadline_exceeded(0)
             caller.timeout = min(remaining, self.front.config.limits.timeout_seconds)
+
+
+def call_metadata(caller: Caller) -> list[tuple[str, str]]:
+    """Return the id of the call and, if tracing is on, its trace context."""
+    metadata = [("x-request-id", caller.id)]
+    if caller.span is not None:
+        metadata.append(("traceresponse", caller.span.traceresponse))
+    return metadata
 
 
 def error_metadata(error: ApiError) -> list[tuple[str, str | bytes]]:
@@ -306,7 +336,7 @@ class Service:
         ):
             # A client can cancel the request over HTTP with this id.
             await context.send_initial_metadata((("x-request-id", caller.id),))
-            context.set_trailing_metadata((("x-request-id", caller.id), *prepared.headers.items()))
+            context.set_trailing_metadata((*call_metadata(caller), *prepared.headers.items()))
             count = 0
             async for pieces in call:
                 for prompt_index, piece in pieces:
@@ -359,7 +389,7 @@ class Service:
     async def _end(
         self, caller: Caller, context: Context, prepared: Prepared, reply: Message
     ) -> None:
-        context.set_trailing_metadata((("x-request-id", caller.id), *prepared.headers.items()))
+        context.set_trailing_metadata((*call_metadata(caller), *prepared.headers.items()))
         await self._write(context, reply)
 
     async def _read(

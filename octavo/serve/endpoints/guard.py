@@ -27,6 +27,7 @@ from octavo.serve.api.api_errors import ApiError, api_error, invalid_field
 from octavo.serve.api.validate import LABEL
 from octavo.serve.endpoints.live_page import PAGE
 from octavo.serve.front.front import Caller, Front
+from octavo.serve.front.tracing import OPERATION, ServerSpan
 from octavo.serve.http.connections import Connection
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Guard:
         scope["octavo.caller"] = caller
         # If a header is repeated, its first value is used.
         headers = scope["octavo.headers"] = dict(reversed(scope["headers"]))
+        caller.span = self._begin_span(scope, headers, caller)
         status = 0
 
         async def send_on(message: Message) -> None:
@@ -81,6 +83,8 @@ class Guard:
         finally:
             if request is not None:
                 request.on_disconnect(None)
+            if caller.span is not None:
+                end_span(caller.span, scope, status)
             log.info(
                 "%s %s %s %d %.1f ms%s",
                 caller.id,
@@ -88,8 +92,25 @@ class Guard:
                 known_path(scope),
                 status,
                 (time.monotonic() - caller.arrival) * 1000,
-                f" {caller.owner}" if caller.owner else "",
+                caller.log_fields,
             )
+
+    def _begin_span(
+        self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller
+    ) -> ServerSpan | None:
+        """Begin a span, unless tracing is off or the request is a probe or reads a page."""
+        tracing = self.front.tracing
+        method = scope.get("method", "WS")
+        if tracing is None or method not in ("POST", "WS"):
+            return None
+        context = {name.decode("latin-1"): headers[name].decode("latin-1") for name in headers}
+        attributes = {
+            "http.request.method": "GET" if method == "WS" else method,
+            "url.scheme": scope.get("scheme", "http"),
+            "gen_ai.request.id": caller.id,
+            OPERATION: "chat" if scope["path"].startswith("/v1/chat") else "text_completion",
+        }
+        return tracing.begin(method, context, caller.arrival, attributes)
 
     def id_headers(
         self, headers: Mapping[bytes, bytes], caller: Caller
@@ -100,7 +121,10 @@ class Guard:
         valid = len(given) <= self.front.config.limits.label_chars and LABEL.fullmatch(
             given.decode("latin-1")
         )
-        return [(b"x-request-id", given if valid else ours), (b"x-octavo-request-id", ours)]
+        id_headers = [(b"x-request-id", given if valid else ours), (b"x-octavo-request-id", ours)]
+        if caller.span is not None:
+            id_headers.append((b"traceresponse", caller.span.traceresponse.encode()))
+        return id_headers
 
     def check(self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller) -> None:
         host = text(headers, b"host") or ""
@@ -168,6 +192,14 @@ class Guard:
             " --allowed-origin ORIGIN to allow them",
             "wrong_origin",
         )
+
+
+def end_span(span: ServerSpan, scope: Scope, status: int) -> None:
+    """End the span of a request. Its name has the route, which is known only now."""
+    path = known_path(scope)
+    span.rename(f"{scope.get('method', 'WS')} {path}")
+    attributes = {"http.route": path, "url.path": path, "http.response.status_code": status}
+    span.end(attributes, error=str(status) if status >= 500 or status == 0 else "")
 
 
 def offered_key(scope: Scope) -> str | None:

@@ -149,7 +149,7 @@ class Session:
         headers = validate.check_fields(self.front, unknown, chat=False)
         if asked.prompt is None:
             raise invalid_field("prompt", "prompt is missing: it must be a string")
-        caller = Caller(key=self.caller.key, timeout=self.caller.timeout)
+        caller = Caller(key=self.caller.key, timeout=self.caller.timeout, span=self.caller.span)
         prepared = await prepare_generate(
             self.front, caller, asked, [asked.prompt], headers, stream=True
         )

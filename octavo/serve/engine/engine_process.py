@@ -56,6 +56,7 @@ from octavo.serve.channel.messages import (
 )
 from octavo.serve.channel.sockets import EngineLink
 from octavo.serve.engine.live_view import Viewer
+from octavo.serve.engine.request_tracer import RequestTracer
 from octavo.serve.engine.step_reports import LongSteps, StepCounts
 from octavo.serve.process import return_free_memory
 from octavo.types import Guide, Output, Request, Sequence
@@ -112,6 +113,7 @@ class EngineLoop:
         self.counts = StepCounts(engine.events)
         self.long_steps = LongSteps(engine.events, seconds_per_token, self._announce_long_step)
         self.viewer: Viewer | None = None  # It exists while a live page is open.
+        self.tracer: RequestTracer | None = None  # It exists from the first traced request on.
         # The values that were last sent to the front process.
         self.step_seconds = 0.0
         self.saturated = False
@@ -196,6 +198,10 @@ class EngineLoop:
 
     def _add(self, message: Add, guide: Guide | None = None) -> bool:
         """Queue a request, or refuse it."""
+        if message.traced:
+            if self.tracer is None:
+                self.tracer = RequestTracer(self.engine, self.link.send)
+            self.tracer.expected.add(message.id)
         try:
             self.engine.add(
                 Request(
@@ -214,6 +220,9 @@ class EngineLoop:
         except InvalidRequest as error:
             self.link.send(Refused(message.id, str(error), error.param, error.code))
             return False
+        finally:
+            if self.tracer is not None:
+                self.tracer.expected.discard(message.id)
         if message.send_at_end:
             self.unsent_tokens[message.id] = {}
         return True

@@ -39,6 +39,7 @@ from octavo.serve.channel.messages import (
     Loaded,
     Ready,
     Refused,
+    RequestSpans,
     StepOutputs,
     Stop,
     ToFront,
@@ -49,6 +50,7 @@ from octavo.serve.front.metrics import Metrics
 from octavo.serve.front.quarantine import Quarantine, fingerprint
 from octavo.serve.front.queue_bound import QueueBound
 from octavo.serve.front.supervisor import Supervisor
+from octavo.serve.front.tracing import CallSpans, ServerSpan, Tracing
 from octavo.serve.front.trials import Trials
 from octavo.serve.serve_config import ServeConfig
 from octavo.text.tokenizer import Tokenizer
@@ -100,6 +102,7 @@ class Call:
         prepared: Prepared,
         stream: bool,
         key: Key | None,
+        parent_span: ServerSpan | None = None,
     ):
         self.client = client
         self.id = call_id
@@ -124,6 +127,9 @@ class Call:
         self.sent = False  # True means that the requests were sent to the engine.
         self.trial: asyncio.Task[None] | None = None  # The trial compilation of its spec.
         self.stream = stream
+        self.spans: CallSpans | None = None  # None means that the call is not traced.
+        if parent_span is not None and parent_span.is_recording:
+            self.spans = parent_span.begin_call(self)
         self._closed = False
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -280,6 +286,7 @@ class EngineClient:
         self.engine_saturated = False
         self.view: View | None = None  # The latest view, until live_feed.py takes it.
         self.quarantine = Quarantine()
+        self.tracing: Tracing | None = None  # None means that no endpoint for spans is given.
         # If this is None, specs of structured output are not compiled as a trial.
         self.trials: Trials | None = None
         self.supervisor = supervisor or Supervisor(
@@ -317,11 +324,20 @@ class EngineClient:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def open(self, call_id: str, prepared: Prepared, *, stream: bool, key: Key | None) -> Call:
+    def open(
+        self,
+        call_id: str,
+        prepared: Prepared,
+        *,
+        stream: bool,
+        key: Key | None,
+        parent_span: ServerSpan | None = None,
+    ) -> Call:
         """Open a call and send its requests to the engine.
 
         A new spec of structured output is first compiled as a trial. With `stream`, the call
-        returns pieces of text as they are generated. `key` is the API key of the client.
+        returns pieces of text as they are generated. `key` is the API key of the client, and
+        `parent_span` is the span of its HTTP request or gRPC call.
         """
         requests = prepared.requests
         self._check_room(requests, key)
@@ -331,7 +347,14 @@ class EngineClient:
             needs_trial = not self.trials.passed(spec, prepared.structure)
         for index, request in enumerate(requests):
             request.id = f"{call_id}-{index}"
-        call = Call(client=self, call_id=call_id, prepared=prepared, stream=stream, key=key)
+        call = Call(
+            client=self,
+            call_id=call_id,
+            prepared=prepared,
+            stream=stream,
+            key=key,
+            parent_span=parent_span,
+        )
         self.calls[call_id] = call
         if needs_trial:
             call.trial = asyncio.create_task(self._send_after_trial(call, prepared.timeout))
@@ -382,6 +405,7 @@ class EngineClient:
                 tenant=request.tenant,
                 send_at_end=not call.stream
                 and is_decoded_at_end(request.params, call.make_end_check),
+                traced=call.spans is not None,
             )
             self.supervisor.send(message, on_sent)
 
@@ -461,6 +485,8 @@ class EngineClient:
             while len(self.finished_calls) > REMEMBERED_CALLS:
                 self.finished_calls.popitem(last=False)
             self.metrics.ended(call)
+            if call.spans is not None:
+                call.spans.end(call)
 
     def cancel(self, call_id: str, owner: str) -> bool:
         """End a call by its id. Returns False if the call has already finished.
@@ -486,6 +512,9 @@ class EngineClient:
             self._receive_step(message)
         elif isinstance(message, View):
             self.view = message
+        elif isinstance(message, RequestSpans):
+            if self.tracing is not None:
+                self.tracing.add_engine_spans(message)
         elif isinstance(message, Refused):
             self._receive_refusal(message)
         elif isinstance(message, Accepted):

@@ -17,6 +17,7 @@ from octavo.serve.front.client import EngineClient
 from octavo.serve.front.keys import Key, Keys
 from octavo.serve.front.metrics import Metrics
 from octavo.serve.front.tokenize import Texts
+from octavo.serve.front.tracing import ServerSpan, Tracing
 from octavo.serve.front.trials import Trials
 from octavo.serve.front.worker_pool import WorkerPool
 from octavo.serve.serve_config import ServeConfig
@@ -33,6 +34,10 @@ class Front:
         self.metrics = Metrics(config.metrics_prefix, config.name)
         self.client = EngineClient(config, self.metrics)
         self.metrics.source.client = self.client
+        self.tracing: Tracing | None = None
+        if config.otlp_traces_endpoint is not None:
+            self.tracing = Tracing(config.otlp_traces_endpoint, config.name)
+            self.client.tracing = self.tracing
         self.pool = WorkerPool(config.text_workers, config.limits.text_seconds)
         self.client.trials = Trials(self.pool, config.limits.structure_seconds)
         self.text = Texts(self.pool, config.limits.template_seconds, lambda: self.idle)
@@ -109,10 +114,17 @@ class Caller:
     arrival: float = field(default_factory=time.monotonic)
     key: Key | None = None
     timeout: float | None = None  # The seconds from a header of the request.
+    span: ServerSpan | None = None  # None means that tracing is off.
 
     @property
     def owner(self) -> str:
         return self.key.name if self.key else ""
+
+    @property
+    def log_fields(self) -> str:
+        """The end of the line that the log has for each request: its owner and its trace."""
+        owner = f" {self.owner}" if self.owner else ""
+        return owner if self.span is None else f"{owner} trace_id={self.span.trace_id}"
 
     @property
     def salt(self) -> str:
