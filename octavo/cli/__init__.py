@@ -27,6 +27,7 @@ from octavo.cli import (
     quantize,
     route_command,
     serve_command,
+    simulate_cluster,
     simulate_command,
     timeline_command,
     train_draft_command,
@@ -53,6 +54,7 @@ app.command(rich_help_panel="Look")(doctor.doctor)
 app.command(rich_help_panel="Convert")(quantize.quantize)
 app.command(rich_help_panel="Convert")(train_draft_command.train_draft)
 app.command(rich_help_panel="Measure")(simulate_command.simulate)
+app.command(rich_help_panel="Measure")(simulate_cluster.simulate_cluster)
 app.command(rich_help_panel="Measure")(timeline_command.timeline)
 app.add_typer(BENCHES[0].app, name="bench", rich_help_panel="Measure")
 

@@ -53,7 +53,7 @@ def simulate(
         typer.Argument(
             metavar="TRACE",
             help="A file of --record-trace, or poisson:rate=4,n=100,prompt=32-512,output=16-256,"
-            "shared=0,groups=1,urgent=0,tenants=1,seed=0.",
+            "shared=0,groups=1,skew=0,urgent=0,tenants=1,seed=0.",
             show_default=False,
         ),
     ] = None,
@@ -127,7 +127,7 @@ def simulate(
         )
     check_batching(batching or ["continuous"], max_batch, window_ms, target_ms)
     entries = read(trace)
-    step_costs = EMBEDDED_CPU if costs is None else _read_costs(costs)
+    step_costs = EMBEDDED_CPU if costs is None else read_costs(costs)
     schedule = ScheduleConfig(
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=max(engine.max_num_batched_tokens or 2048, engine.max_num_seqs),
@@ -208,7 +208,7 @@ def _load(engine: EngineOptions, model: str) -> LLM:
     return llm
 
 
-def _read_costs(path: Path) -> Costs:
+def read_costs(path: Path) -> Costs:
     from octavo.core.simulate import FEATURES, Costs
 
     try:
