@@ -1,7 +1,7 @@
 """Octavo: an LLM inference engine small enough to read. `from octavo import LLM, SamplingParams`.
 
 The public names are loaded when they are first used, so that `import octavo` costs nothing and
-imports no torch.
+imports no torch. Scripts for vLLM find its other names and modules too (octavo/compat/).
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from octavo.compat import vllm_modules
+
 if TYPE_CHECKING:
+    from octavo.compat.async_llm import AsyncLLM as AsyncLLMEngine
+    from octavo.compat.engine_args import AsyncEngineArgs, EngineArgs
+    from octavo.compat.llm_engine import LLMEngine
+    from octavo.compat.prompts import PromptType, TextPrompt, TokensPrompt
     from octavo.llm import LLM
     from octavo.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
     from octavo.params import (
@@ -23,13 +29,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "PromptType",
     "RepetitionDetectionParams",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]  # fmt: skip
 
 # GNU OpenMP, which torch uses on Linux, reads this variable when torch is imported. By default its
@@ -46,7 +59,16 @@ _HOME = {
     "SamplingParams": "octavo.params",
     "RepetitionDetectionParams": "octavo.params",
     "StructuredOutputsParams": "octavo.params",
+    # Names of vLLM's.
+    "AsyncEngineArgs": "octavo.engine.arg_utils",
+    "AsyncLLMEngine": "octavo.engine.async_llm_engine",
+    "EngineArgs": "octavo.engine.arg_utils",
+    "LLMEngine": "octavo.engine.llm_engine",
+    "PromptType": "octavo.inputs",
+    "TextPrompt": "octavo.inputs",
+    "TokensPrompt": "octavo.inputs",
 }
+vllm_modules.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -434,6 +434,7 @@ def load_options(options: EngineOptions, device: torch.device) -> LoadOptions:
         quantization=options.quantization,
         revision=options.revision,
         seed=options.seed,
+        hf_overrides=options.hf_overrides,
     )
 
 
@@ -467,7 +468,7 @@ def load_draft_model(
 ) -> CausalLM:
     """Load a draft model with the options of the target. Raises InvalidRequest if it has other
     tokens than the target."""
-    draft_options = replace(options, revision=None, load_format="auto")
+    draft_options = replace(options, revision=None, load_format="auto", hf_overrides=None)
     draft_model, checkpoint = load_model(
         speculative.model,
         draft_options,

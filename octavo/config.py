@@ -177,3 +177,13 @@ class ScheduleConfig:
     # prompt token costs less in such a step than in a step of its own (docs/scheduling.md).
     piggyback_tokens: int = 0
     speculative: SpeculativeConfig | None = None  # None: every token is decoded in its own step
+
+
+@dataclass(frozen=True)
+class ProfilerConfig:
+    """Where LLM.start_profile writes its trace, and which steps the trace has."""
+
+    torch_profiler_dir: str = ""
+    delay_iterations: int = 0  # steps before the trace begins, if max_iterations is not 0
+    max_iterations: int = 0  # steps that the trace has; 0: all until LLM.stop_profile
+    profiler: str = "torch"  # vLLM's name of the only kind

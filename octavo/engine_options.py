@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, TypedDict
 
-from octavo.config import DTYPE_BYTES, KV_CODES, SpeculativeConfig
+from octavo import vllm_options
+from octavo.config import DTYPE_BYTES, KV_CODES, ProfilerConfig, SpeculativeConfig
 from octavo.core.batching import check_batching
 from octavo.core.bounded_kv import KV_EVICTIONS
 from octavo.core.draft_methods import parse_speculative
@@ -33,6 +34,7 @@ from octavo.option_declaration import (
     real,
     whole,
 )
+from octavo.params import check_whole
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +60,58 @@ def policy(name: str, value: Any) -> Any:
     return value
 
 
-def none_is_auto(name: str, value: Any) -> Any:
-    """vLLM's default is None."""
-    return "auto" if value is None else value
+# vLLM's names of quantised checkpoints. Such a checkpoint is recognised by its content.
+STORED_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf")
+# vLLM's names of ways to read a checkpoint, which is recognised by its content too.
+READ_FORMATS = ("safetensors", "hf", "mistral", "gguf", "fastsafetensors")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+
+def weight_format(name: str, value: Any) -> str:
+    return "auto" if value is None or value in STORED_FORMATS else value
+
+
+def load_format(name: str, value: Any) -> str:
+    if value not in ("auto", "dummy", *READ_FORMATS):
+        raise InvalidRequest(
+            f"{name} must be auto, which reads safetensors and GGUF, or dummy, got {value!r:.60}",
+            name,
+        )
+    return "dummy" if value == "dummy" else "auto"
+
+
+def compute_dtype(name: str, value: Any) -> str:
+    """Return the name of a data type. The types of PyTorch are accepted too."""
+    found = str(value).removeprefix("torch.")
+    found = DTYPE_ALIASES.get(found, found)
+    if found not in ("auto", *DTYPE_BYTES):
+        raise InvalidRequest(
+            f"{name} must be one of auto, half, {', '.join(DTYPE_BYTES)}, got {value!r:.60}", name
+        )
+    return found
+
+
+def context_length(name: str, value: Any) -> int | None:
+    """-1 means as much as fits, as in vLLM."""
+    return None if value == -1 else check_whole(name, value, 2)
+
+
+def config_values(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(
+            f"{name} must be a dictionary of config.json's fields, got {value!r:.60}", name
+        )
+    return value
+
+
+def profiler_settings(name: str, value: Any) -> ProfilerConfig:
+    """Return the settings. Of a dictionary, vLLM's other fields have no effect."""
+    if isinstance(value, ProfilerConfig):
+        return value
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be a dictionary, got {value!r:.60}", name)
+    known = {field.name for field in fields(ProfilerConfig)}
+    return ProfilerConfig(**{field: value[field] for field in known & value.keys()})
 
 
 # ---- the options -------------------------------------------------------------------------------
@@ -77,6 +128,7 @@ class EngineOptions:
             "Model",
             metavar="NAME",
             show_default=True,
+            check=compute_dtype,
         ),
     ] = "auto"
     quantization: Annotated[
@@ -87,7 +139,7 @@ class EngineOptions:
             metavar="FORMAT",
             flag="--quant",
             show_default=True,
-            check=none_is_auto,
+            check=weight_format,
         ),
     ] = "auto"
     device: Annotated[
@@ -127,8 +179,11 @@ class EngineOptions:
             "auto reads the checkpoint; dummy makes random weights from config.json alone.",
             "Model",
             metavar="NAME",
+            check=load_format,
         ),
     ] = "auto"
+    # Fields of config.json that these values replace.
+    hf_overrides: Annotated[dict[str, Any] | None, Option(check=config_values)] = None
     tokenizer: Annotated[
         str | None,
         Option(
@@ -162,7 +217,7 @@ class EngineOptions:
             "Memory",
             metavar="N|auto",
             reads="size or auto",
-            check=whole(2),
+            check=context_length,
         ),
     ] = None
     gpu_memory_utilization: Annotated[
@@ -382,6 +437,8 @@ class EngineOptions:
         ),
     ] = None
 
+    profiler_config: Annotated[ProfilerConfig | None, Option(check=profiler_settings)] = None
+
     # Control tokens such as <|im_start|> in a text prompt are tokens. False: they are characters.
     parse_special: Annotated[
         bool,
@@ -452,34 +509,11 @@ class EngineOptions:
 # ---- keyword arguments of LLM ------------------------------------------------------------------
 
 
-class VllmKeywords(TypedDict, total=False):
-    """vLLM's options that ask for nothing that this engine would do otherwise."""
-
-    trust_remote_code: Any
-    cpu_offload_gb: Any
-    disable_log_stats: Any
-    enable_chunked_prefill: Any
-    max_seq_len_to_capture: Any
-    disable_custom_all_reduce: Any
-    tokenizer_mode: Any
-    disable_async_output_proc: Any
-    use_v2_block_manager: Any
-    compilation_config: Any
-    async_scheduling: Any
-    hf_token: Any
-    max_logprobs: Any
-    # These two are accepted only with the value that changes nothing.
-    pipeline_parallel_size: Literal[1]
-    enable_lora: Literal[False]
-
-
-ONLY_VALUE = {"pipeline_parallel_size": 1, "enable_lora": False}
-
-
-class EngineKeywords(VllmKeywords, total=False):
+class EngineKeywords(TypedDict, total=False):
     """The keyword arguments of LLM for editors and type checkers: the fields of EngineOptions.
 
-    Paths may also be Path objects. A test compares the names with EngineOptions."""
+    Paths may also be Path objects. A test compares the names with EngineOptions. LLM also accepts
+    the options of octavo/vllm_options.py."""
 
     dtype: str
     quantization: str | None
@@ -489,6 +523,7 @@ class EngineKeywords(VllmKeywords, total=False):
     generation_config: str | os.PathLike[str]
     override_generation_config: dict[str, Any] | None
     load_format: str
+    hf_overrides: dict[str, Any] | None
     tokenizer: str | os.PathLike[str] | None
     skip_tokenizer_init: bool
     parse_special: bool
@@ -519,23 +554,28 @@ class EngineKeywords(VllmKeywords, total=False):
     piggyback_tokens: int | None
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None
     record_trace: str | os.PathLike[str] | None
+    profiler_config: ProfilerConfig | dict[str, Any] | None
 
 
 def from_keywords(keywords: dict[str, Any]) -> EngineOptions:
     """Return the options among the keyword arguments of LLM. The others must be vLLM's options
-    that have no effect here."""
+    with values that have no effect here. None stands for the default."""
     declared = option_declarations(EngineOptions)
-    others = {name: value for name, value in keywords.items() if name not in declared}
-    unknown = sorted(
-        name
-        for name, value in others.items()
-        if name not in VllmKeywords.__annotations__
-        or (name in ONLY_VALUE and value != ONLY_VALUE[name])
-    )
+    given: dict[str, Any] = {}
+    unused: list[str] = []
+    unknown: list[str] = []
+    for name, value in keywords.items():
+        if name in declared:
+            given[name] = value
+        elif name in vllm_options.DEFAULTS:
+            vllm_options.check_vllm_option(name, value)
+            unused.append(name)
+        else:
+            unknown.append(name)
     if unknown:
         raise InvalidRequest(
             f"LLM does not support these options: {', '.join(unknown)}. Remove them", unknown[0]
         )
-    if others:
-        log.info("options without effect here: %s", ", ".join(sorted(others)))
-    return EngineOptions(**{name: keywords[name] for name in keywords if name in declared})
+    if unused:
+        log.debug("options without effect here: %s", ", ".join(sorted(unused)))
+    return EngineOptions(**{name: value for name, value in given.items() if value is not None})

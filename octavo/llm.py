@@ -43,8 +43,10 @@ from octavo.core.trace import Recorder
 from octavo.engine_options import EngineKeywords, EngineOptions, from_keywords
 from octavo.errors import InvalidRequest
 from octavo.generation_config import default_sampling, read_generation_config
+from octavo.llm_metrics import Metric, RequestTotals
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from octavo.params import BeamSearchParams, SamplingParams
+from octavo.profiler import StepProfiler
 from octavo.prompt_reader import Message, Prompt, PromptReader, ReadPrompt, as_list
 from octavo.request_loop import RequestLoop, no_garbage_collection
 from octavo.runner.ranks import Ranks
@@ -55,6 +57,22 @@ from octavo.types import Request
 from octavo.warm_up import warm_up
 
 log = logging.getLogger(__name__)
+# Methods of vLLM's class that LLM does not have, and what to do instead.
+MISSING_METHODS = {
+    "llm_engine": "call LLM.step and LLM.stream, or make an octavo.LLMEngine",
+    "apply_model": "the model is LLM.model, in this process",
+    "collective_rpc": "the engine runs in this process, without workers",
+    "encode": "pooling models are not supported",
+    "embed": "pooling models are not supported",
+    "classify": "pooling models are not supported",
+    "reward": "pooling models are not supported",
+    "score": "pooling models are not supported",
+    "sleep": "delete the LLM to free its memory",
+    "wake_up": "make a new LLM",
+    "update_weights": "make a new LLM with the new weights",
+    "enqueue": "call LLM.stream for each prompt, and LLM.step",
+    "wait_for_completion": "call LLM.step until the requests have ended",
+}
 
 
 class LLM:
@@ -68,6 +86,16 @@ class LLM:
         """`options` are the fields of EngineOptions (octavo/engine_options.py). `progress` shows a
         bar while the weights are loaded, or is called with the fraction that is loaded."""
         self._start(model, from_keywords(dict(options)), progress)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in MISSING_METHODS:
+            raise AttributeError(f"LLM has no {name}: {MISSING_METHODS[name]}")
+        raise AttributeError(f"'LLM' object has no attribute {name!r}")
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> LLM:
+        """Make an LLM with the values of an EngineArgs (octavo/compat/engine_args.py)."""
+        return cls(**vars(engine_args))
 
     @classmethod
     def from_options(
@@ -134,6 +162,8 @@ class LLM:
         self.loop = RequestLoop(new_engine, self.tokenizer)
         self.reader = PromptReader(self.tokenizer, options.parse_special)
         self.guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
+        self.totals = RequestTotals()
+        self.profiler = StepProfiler(options.profiler_config)
         self._num_requests = 0
         self._close: weakref.finalize[..., LLM] | None = None
         if self.runner.tier_store is not None or self.ranks is not None:
@@ -193,12 +223,14 @@ class LLM:
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         lora_request: None = None,
         priority: list[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt, batched, and return the outputs in the order of the prompts.
 
         `sampling_params` is one set for all prompts, or one for each. `priority` has one number for
         each prompt, and lower numbers come first; it needs scheduling_policy="priority"."""
         refuse_adapters(lora_request)
+        refuse_unused(tokenization_kwargs=tokenization_kwargs)
         if prompts is None:
             if prompt_token_ids is None:
                 raise InvalidRequest(
@@ -213,10 +245,18 @@ class LLM:
         messages: list[Message] | list[list[Message]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several at once. The `template` options are chat_template,
-        add_generation_prompt, continue_final_message, tools and chat_template_kwargs."""
+        """Answer one conversation, or several at once. The other options of the `template` are
+        add_generation_prompt, continue_final_message, tools and chat_template_kwargs. The chat
+        template decides in which format it reads a message's content."""
+        refuse_adapters(lora_request)
+        for name in ("mm_processor_kwargs", "tokenization_kwargs"):
+            refuse_unused(**{name: template.pop(name, None)})
+        template["chat_template"] = chat_template
         several: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
         read = [self.reader.read_chat(each, **template) for each in several]
         return self._run(read, sampling_params, use_tqdm)
@@ -270,6 +310,17 @@ class LLM:
     ) -> Stream:
         """Complete one prompt or conversation, and yield the new text after each step. Leaving the
         loop aborts the request. Several streams may be open at once; they are batched."""
+        return Stream(self, self.submit(prompt, sampling_params))
+
+    def submit(
+        self,
+        prompt: Prompt | list[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> Collector:
+        """Queue one prompt or conversation. Calls of `step` compute it, and the collector's
+        `pieces` then have what is new."""
         arrival = time.monotonic()
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             read = self.reader.read_chat(prompt)
@@ -284,21 +335,39 @@ class LLM:
                 name,
                 "unsupported_parameter",
             )
-        request = self._request(read, params, arrival)
-        return Stream(self, self.loop.add(request, read.text))
+        request = self._request(read, params, arrival, priority, request_id=request_id)
+        collector = self.loop.add(request, read.text)
+        collector.pieces = []
+        return collector
 
     # ---- the engine ------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine. Returns the requests that ended in it."""
-        return self.loop.step()
+        ended = self.loop.step()
+        for output in ended:
+            self.totals.add(output)
+        self.profiler.step()
+        return ended
 
     def abort(self, request_id: str) -> None:
         self.loop.abort(request_id)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool:
         """Forget every cached prompt on the device and in host memory. KV on disk stays."""
         self.loop.clear_cache()
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """Return counters, gauges and histograms of the engine under vLLM's names."""
+        return self.totals.metrics(self.engine)
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Record a trace of PyTorch's operators until stop_profile writes it."""
+        self.profiler.start(profile_prefix)
+
+    def stop_profile(self) -> None:
+        self.profiler.stop()
 
     def warm_up(self) -> None:
         """Compile kernels and capture CUDA graphs now, so that no request has to wait for it."""
@@ -402,8 +471,9 @@ class LLM:
         arrival: float,
         priority: int = 0,
         offline: bool = False,
+        request_id: str | None = None,
     ) -> Request:
-        """Return a request with the next id. `params` are checked."""
+        """Return a request, by default with the next id. `params` are checked."""
         if priority and self.schedule.policy == "fcfs":
             raise InvalidRequest(
                 'priority has no effect here: make the LLM with scheduling_policy="priority"',
@@ -412,8 +482,9 @@ class LLM:
         guide = None
         if params.structured_outputs is not None:
             guide = self.guides.compile(params.structured_outputs)
-        request_id = str(self._num_requests)
-        self._num_requests += 1
+        if request_id is None:
+            request_id = str(self._num_requests)
+            self._num_requests += 1
         return Request(
             id=request_id,
             prompt=prompt.token_ids,
@@ -438,14 +509,21 @@ def refuse_adapters(lora_request: None) -> None:
         raise InvalidRequest("adapters are not supported: leave lora_request out", "lora_request")
 
 
+def refuse_unused(**arguments: Any) -> None:
+    """Refuse arguments of vLLM's methods that are given here in vain."""
+    for name, value in arguments.items():
+        if value:
+            raise InvalidRequest(f"{name} is not supported: leave it out", name)
+
+
 class Stream(Iterator[CompletionOutput]):
     """The pieces of one request. Closing the stream, or dropping it, aborts the request."""
 
     def __init__(self, llm: LLM, collector: Collector):
         self._llm = llm
         self._collector = collector
-        self._pieces: list[CompletionOutput] = []
-        collector.pieces = self._pieces
+        assert collector.pieces is not None
+        self._pieces = collector.pieces
 
     def __next__(self) -> CompletionOutput:
         while not self._pieces:

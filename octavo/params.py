@@ -7,10 +7,14 @@ BeamSearchParams    how LLM.beam_search searches
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
 from octavo.errors import InvalidRequest
 
@@ -99,6 +103,40 @@ def check_logit_bias(given: Any) -> dict[int, float]:
     return found
 
 
+Params = TypeVar("Params")
+
+
+def accepts_vllm_fields(advice: dict[str, str]) -> Callable[[type[Params]], type[Params]]:
+    """Let a dataclass accept further keyword arguments, which vLLM has and which stay unset.
+
+    A value that would have an effect is refused with the field's advice. A field without advice has
+    no effect with any value."""
+
+    def wrap(group: type[Params]) -> type[Params]:
+        own_init = group.__init__
+
+        @functools.wraps(own_init)
+        def init(self: Any, *args: Any, **fields: Any) -> None:
+            for name in fields.keys() & advice.keys():
+                if fields.pop(name) and advice[name]:
+                    raise InvalidRequest(
+                        f"{name} is not supported: {advice[name]}", name, "unsupported_parameter"
+                    )
+            own_init(self, *args, **fields)
+
+        group.__init__ = init  # type: ignore[method-assign]
+        return group
+
+    return wrap
+
+
+@accepts_vllm_fields(
+    {
+        "backend": "",
+        "backend_was_auto": "",
+        "structural_tag": "describe the text with json, regex or grammar",
+    }
+)
 @dataclass(slots=True)
 class StructuredOutputs:
     """The structure that the text must match: exactly one of these fields.
@@ -198,6 +236,7 @@ class StructuredOutputs:
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 StructuredOutputsParams = StructuredOutputs  # vLLM's name
+GuidedDecodingParams = StructuredOutputs  # vLLM's name up to 0.11
 
 
 @dataclass(slots=True)
@@ -229,6 +268,28 @@ class RepetitionDetectionParams:
 STRUCTURED_REPETITION = RepetitionDetectionParams(max_pattern_size=32, min_count=70)
 
 
+class RequestOutputKind(Enum):
+    """What LLMEngine.step and AsyncLLM.generate return after each step. The names are vLLM's."""
+
+    CUMULATIVE = 0  # the whole reply so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # nothing until the reply is complete
+
+
+@accepts_vllm_fields(
+    {
+        "spaces_between_special_tokens": "",
+        "skip_clone": "",
+        "stream_interval": "",
+        "output_text_buffer_length": "",
+        "flat_logprobs": "logprobs are lists of dictionaries",
+        "bad_words": "lower the logits of single tokens with logit_bias",
+        "truncate_prompt_tokens": "shorten the prompt's token ids",
+        "skip_reading_prefix_cache": "give the prompt a cache_salt of its own",
+        "thinking_token_budget": "bound the reply with max_tokens",
+        "routed_experts_prompt_start": "Octavo has no mixture-of-experts models yet",
+    }
+)
 @dataclass(slots=True)
 class SamplingParams:
     """The rules for choosing tokens and for ending the text.
@@ -269,12 +330,31 @@ class SamplingParams:
     # of beams: a text ranks by the sum of its logprobs / its length ** this
     length_penalty: float = 1.0
     early_stopping: bool | str = False  # of beams, as in transformers: True, False or "never"
+    # Only LLMEngine and AsyncLLM return outputs before a reply is complete.
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    guided_decoding: StructuredOutputs | None = None  # vLLM's older name of structured_outputs
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """Return the parameters that are not None. The others have their defaults."""
+        return cls(**{name: value for name, value in fields.items() if value is not None})
+
+    def clone(self) -> SamplingParams:
+        return copy.deepcopy(self)
 
     def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:
         """Check every field and turn each into Python's own types."""
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise InvalidRequest(
+                    "guided_decoding and structured_outputs mean the same: give one of them",
+                    "guided_decoding",
+                )
+            self.structured_outputs = self.guided_decoding
+            self.guided_decoding = None
         self._validate_numbers()
         self._validate_lengths()
         self._validate_stops()

@@ -13,14 +13,10 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
-from octavo.engine_options import (
-    EngineKeywords,
-    EngineOptions,
-    VllmKeywords,
-    from_keywords,
-)
+from octavo.engine_options import EngineKeywords, EngineOptions, from_keywords
 from octavo.errors import InvalidRequest
 from octavo.option_declaration import option_declarations
+from octavo.vllm_options import ADVICE, DEFAULTS, NO_EFFECT
 
 
 def members(hint: Any) -> set[Any]:
@@ -31,11 +27,11 @@ def members(hint: Any) -> set[Any]:
 def test_editors_see_every_option_as_a_keyword_of_llm() -> None:
     keywords = get_type_hints(EngineKeywords)
     options = get_type_hints(EngineOptions)
-    assert keywords.keys() - get_type_hints(VllmKeywords).keys() == options.keys()
+    assert keywords.keys() == options.keys()
     for name, hint in options.items():
         wider = members(keywords[name]) - members(hint)
         assert members(hint) <= members(keywords[name]), name
-        parsed = {str, dict[str, Any]} if name == "speculative_config" else set()
+        parsed = {str, dict[str, Any]} if name.endswith("_config") else set()
         assert wider <= {os.PathLike[str], type(None)} | parsed, name
 
 
@@ -111,20 +107,54 @@ def test_a_policy_of_ones_own_is_not_imported_by_the_check() -> None:
     assert EngineOptions(scheduling_policy="no.such.module:Policy").scheduling_policy
 
 
-def test_options_of_vllm_without_effect_are_accepted_and_logged(
-    caplog: pytest.LogCaptureFixture,
+def test_every_option_of_vllm_is_accepted_at_its_default(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        assert from_keywords({**DEFAULTS, "depth": 2}) == EngineOptions(depth=2)
+    assert "options without effect here:" in caplog.text
+    assert not DEFAULTS.keys() & option_declarations(EngineOptions).keys()
+    assert not NO_EFFECT.keys() & ADVICE.keys()
+
+
+def test_none_asks_for_the_default() -> None:
+    nothing = dict.fromkeys(option_declarations(EngineOptions))
+    assert from_keywords(nothing) == EngineOptions()
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({"enable_lora": True}, "enable_lora=True is not supported: an adapter must be merged"),
+        ({"cpu_offload_gb": 4}, "cpu_offload_gb=4 is not supported: .* quantization"),
+        ({"kv_cache_memory_bytes": 1}, "bound the KV cache with gpu_memory_utilization"),
+        ({"task": "embed"}, "task='embed' is not supported: Octavo runs models that generate"),
+        ({"no": 1}, "LLM does not support these options: no. Remove them"),
+    ],
+)
+def test_options_that_would_have_an_effect_are_refused_with_advice(
+    given: dict[str, Any], advice: str
 ) -> None:
-    with caplog.at_level(logging.INFO):
-        options = from_keywords(
-            {"trust_remote_code": True, "pipeline_parallel_size": 1, "depth": 2}
-        )
-    assert options == EngineOptions(depth=2)
-    assert "options without effect here: pipeline_parallel_size, trust_remote_code" in caplog.text
+    with pytest.raises(InvalidRequest, match=advice) as caught:
+        from_keywords(given)
+    assert caught.value.param in given
 
 
-@pytest.mark.parametrize("given", [{"pipeline_parallel_size": 2}, {"enable_lora": True}, {"no": 1}])
-def test_options_that_would_have_an_effect_are_refused_by_name(given: dict[str, Any]) -> None:
-    with pytest.raises(
-        InvalidRequest, match=f"does not support these options: {next(iter(given))}"
-    ):
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"dtype": "half"}, {"dtype": "float16"}),
+        ({"dtype": "float"}, {"dtype": "float32"}),
+        ({"dtype": "torch.bfloat16"}, {"dtype": "bfloat16"}),
+        ({"quantization": "awq"}, {"quantization": "auto"}),
+        ({"load_format": "safetensors"}, {"load_format": "auto"}),
+        ({"max_model_len": -1}, {"max_model_len": None}),
+        ({"task": "generate", "distributed_executor_backend": "mp"}, {}),
+    ],
+)
+def test_values_of_vllm_are_understood(given: dict[str, Any], kept: dict[str, Any]) -> None:
+    assert from_keywords(given) == EngineOptions(**kept)
+
+
+@pytest.mark.parametrize("given", [{"dtype": "int8"}, {"load_format": "pt"}, {"hf_overrides": 3}])
+def test_values_that_are_not_understood_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"{next(iter(given))} must be"):
         from_keywords(given)

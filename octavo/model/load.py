@@ -333,6 +333,8 @@ class LoadOptions:
     # The model is divided between so many ranks, and this one of them is loaded.
     rank: int = 0
     num_ranks: int = 1
+    # Fields of config.json that these values replace.
+    hf_overrides: dict[str, Any] | None = None
 
 
 DEFAULT_OPTIONS = LoadOptions()
@@ -360,6 +362,7 @@ def load_model(
     device's free memory in bytes: weights that take more are refused before any of them is read.
     """
     checkpoint = _find_checkpoint(model, options)
+    checkpoint.config = checkpoint.config | (options.hf_overrides or {})
     model_class, config = parse_checkpoint(checkpoint)
     dtype: torch.dtype = getattr(torch, choose_dtype(options.dtype, config))
     formats = choose_formats(quant.parse(options.quantization), checkpoint, ops.name)

@@ -1,0 +1,19 @@
+"""The types of prompts under vLLM's names. LLM accepts plain dictionaries with these keys."""
+
+from __future__ import annotations
+
+from typing import NotRequired, TypeAlias, TypedDict
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt

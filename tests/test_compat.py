@@ -1,0 +1,235 @@
+"""vLLM's classes and module names: what a script finds after its import is changed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import octavo
+from octavo import LLM, AsyncEngineArgs, EngineArgs, LLMEngine, SamplingParams
+from octavo.compat.async_llm import AsyncLLM
+from octavo.compat.engine_args import FlexibleArgumentParser
+from octavo.compat.vllm_modules import MISSING, MODULES
+from octavo.errors import InvalidRequest
+from octavo.llm import MISSING_METHODS
+from octavo.llm_metrics import Counter, Gauge, HistogramMetric, Vector
+from octavo.params import GuidedDecodingParams, RequestOutputKind
+from tests import tiny
+
+MESSAGES = [{"role": "user", "content": "Say hello."}]
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    return {"model": tiny.model_dir(), "max_model_len": 200, "max_num_seqs": 4, **changes}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(progress=False, **options())
+
+
+def greedy(**more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, **more)
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_name_of_a_module_exists(module: str) -> None:
+    found = importlib.import_module(module)
+    for name in MODULES[module]:
+        assert getattr(found, name) is not None
+    with pytest.raises(ImportError, match="Nothing"):
+        exec(f"from {module} import Nothing")
+
+
+def test_the_package_has_the_names_that_it_lists() -> None:
+    assert all(getattr(octavo, name) is not None for name in octavo.__all__)
+
+
+def test_a_module_that_is_not_supported_says_why() -> None:
+    for module, reason in MISSING.items():
+        with pytest.raises(ModuleNotFoundError, match=reason.partition(":")[0][:40]):
+            importlib.import_module(module)
+
+
+def test_methods_that_are_not_supported_are_refused_by_name(llm: LLM) -> None:
+    for name in MISSING_METHODS:
+        with pytest.raises(AttributeError, match=f"LLM has no {name}: "):
+            getattr(llm, name)
+    with pytest.raises(AttributeError, match="has no attribute 'other'"):
+        llm.other  # noqa: B018
+
+
+# ---- LLM -----------------------------------------------------------------------------------------
+
+
+def test_chat_takes_the_arguments_of_vllm(llm: LLM) -> None:
+    plain = llm.chat(MESSAGES, greedy(), use_tqdm=False)
+    same = llm.chat(
+        MESSAGES,
+        greedy(),
+        use_tqdm=False,
+        lora_request=None,
+        chat_template=None,
+        chat_template_content_format="auto",
+        add_generation_prompt=True,
+        mm_processor_kwargs=None,
+    )
+    assert same[0].prompt_token_ids == plain[0].prompt_token_ids
+    with pytest.raises(InvalidRequest, match="mm_processor_kwargs is not supported"):
+        llm.chat(MESSAGES, mm_processor_kwargs={"num_crops": 4})
+
+
+def test_sampling_params_take_the_fields_of_vllm() -> None:
+    params = SamplingParams.from_optional(
+        temperature=np.float32(0.5),
+        max_tokens=np.int64(7),
+        top_p=None,
+        bad_words=[],
+        skip_clone=True,
+        guided_decoding=GuidedDecodingParams(choice=["yes", "no"], backend="auto"),
+    )
+    assert (params.max_tokens, params.top_p) == (7, 1.0)
+    assert params.structured_outputs is not None and params.structured_outputs.kind == "choice"
+    assert params.clone() == params
+    with pytest.raises(InvalidRequest, match="bad_words is not supported: .*logit_bias"):
+        SamplingParams(bad_words=["no"])  # type: ignore[call-arg]
+
+
+def test_hf_overrides_replace_fields_of_the_config() -> None:
+    changed = LLM(
+        progress=False, **options(hf_overrides={"max_position_embeddings": 96}, max_model_len=96)
+    )
+    assert changed.config.max_position == 96
+
+
+def test_metrics_count_what_was_generated(llm: LLM) -> None:
+    before = {m.name: m for m in llm.get_metrics()}["vllm:generation_tokens"]
+    llm.generate([[1, 2, 3], [4, 5]], greedy(), use_tqdm=False)
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    after = found["vllm:generation_tokens"]
+    assert isinstance(before, Counter) and isinstance(after, Counter)
+    assert after.value - before.value == 12
+    latency = found["vllm:e2e_request_latency_seconds"]
+    assert isinstance(latency, HistogramMetric) and latency.count == latency.buckets["+Inf"] >= 2
+    assert isinstance(found["vllm:kv_cache_usage_perc"], Gauge)
+
+
+def test_metrics_of_speculative_decoding_count_drafts() -> None:
+    drafting = LLM(progress=False, **options(speculative_config="ngram,k=2,adaptive=no"))
+    drafting.generate([[7, 8, 9] * 8], SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
+    found = {metric.name: metric for metric in drafting.get_metrics()}
+    drafted = found["vllm:spec_decode_num_draft_tokens"]
+    places = found["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert isinstance(drafted, Counter) and isinstance(places, Vector) and len(places.values) == 2
+
+
+def test_a_profile_is_written_to_the_directory(tmp_path: Path) -> None:
+    profiled = LLM(progress=False, **options(profiler_config={"torch_profiler_dir": str(tmp_path)}))
+    profiled.start_profile("run")
+    profiled.generate([[1, 2, 3]], greedy(), use_tqdm=False)
+    profiled.stop_profile()
+    (trace,) = tmp_path.glob("run*.json")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_profile_needs_a_directory(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="profiler_config"):
+        llm.start_profile()
+
+
+# ---- EngineArgs ----------------------------------------------------------------------------------
+
+
+def test_engine_args_are_read_from_a_command_line() -> None:
+    parser = FlexibleArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(model=tiny.model_dir())
+    words = ["--max_model_len", "128", "--no-enable-prefix-caching", "--max-num-seqs=2"]
+    words += ["--hf-overrides", '{"max_position_embeddings": 128}', "--tensor-parallel-size", "1"]
+    args = EngineArgs.from_cli_args(parser.parse_args(words))
+    assert (args.max_model_len, args.enable_prefix_caching, args.max_num_seqs) == (128, False, 2)
+    assert args.enable_lora is False
+    made = LLM(**vars(parser.parse_args(words)), progress=False)
+    assert made.schedule.max_model_len == 128 and made.schedule.max_num_seqs == 2
+
+
+# ---- LLMEngine and AsyncLLM ----------------------------------------------------------------------
+
+
+def test_the_engine_returns_the_reply_so_far_after_each_step(llm: LLM) -> None:
+    whole = llm.generate([[1, 2, 3]], greedy(), use_tqdm=False)[0].outputs[0]
+    engine = LLMEngine(llm)
+    engine.add_request("a", [1, 2, 3], greedy())
+    engine.add_request("b", [1, 2, 3], greedy(output_kind=RequestOutputKind.FINAL_ONLY))
+    lengths = []
+    ended = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.request_id == "a":
+                lengths.append(len(output.outputs[0].token_ids))
+            if output.finished:
+                ended[output.request_id] = output.outputs[0]
+    assert lengths == [1, 2, 3, 4, 5, 6]
+    assert ended["a"].text == ended["b"].text == whole.text
+    assert engine.get_num_unfinished_requests() == 0
+
+
+def test_an_aborted_request_of_the_engine_ends(llm: LLM) -> None:
+    engine = LLMEngine(llm)
+    engine.add_request("a", [1, 2, 3], greedy())
+    engine.step()
+    engine.abort_request(["a", "unknown"])
+    assert not engine.has_unfinished_requests()
+    assert not llm.engine.scheduler.live
+
+
+async def collect(engine: AsyncLLM, request_id: str, kind: RequestOutputKind) -> list[list[int]]:
+    params = greedy(output_kind=kind)
+    return [
+        list(output.outputs[0].token_ids)
+        async for output in engine.generate([1, 2, 3], params, request_id)
+    ]
+
+
+def test_asynchronous_replies_are_computed_together() -> None:
+    async def main() -> None:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**options()))
+        delta, whole = await asyncio.gather(
+            collect(engine, "a", RequestOutputKind.DELTA),
+            collect(engine, "b", RequestOutputKind.CUMULATIVE),
+        )
+        assert [token for piece in delta for token in piece] == whole[-1]
+        assert [len(tokens) for tokens in whole] == [1, 2, 3, 4, 5, 6]
+        with pytest.raises(InvalidRequest, match="token id"):
+            async for _ in engine.generate([10**6], greedy(), "c"):
+                pass
+        await engine.pause_generation(mode="keep")
+        paused = asyncio.create_task(collect(engine, "d", RequestOutputKind.FINAL_ONLY))
+        await asyncio.sleep(0.05)
+        assert not paused.done() and await engine.is_paused()
+        await engine.resume_generation()
+        assert (await paused)[-1] == whole[-1]
+        engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_leaving_an_asynchronous_reply_aborts_it(llm: LLM) -> None:
+    async def main() -> None:
+        engine = AsyncLLM(llm)
+        replies = engine.generate([1, 2, 3], greedy(), "a")
+        await anext(replies)
+        await replies.aclose()
+        assert not llm.engine.scheduler.live
+        engine.shutdown()
+
+    asyncio.run(main())
