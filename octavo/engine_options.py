@@ -96,11 +96,9 @@ def context_length(name: str, value: Any) -> int | None:
     return None if value == -1 else check_whole(name, value, 2)
 
 
-def config_values(name: str, value: Any) -> dict[str, Any]:
+def json_object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InvalidRequest(
-            f"{name} must be a dictionary of config.json's fields, got {value!r:.60}", name
-        )
+        raise InvalidRequest(f"{name} must be a dictionary of fields, got {value!r:.60}", name)
     return value
 
 
@@ -138,6 +136,7 @@ class EngineOptions:
             "Model",
             metavar="FORMAT",
             flag="--quant",
+            aliases=("--quantization",),
             show_default=True,
             check=weight_format,
         ),
@@ -171,8 +170,16 @@ class EngineOptions:
             check=path,
         ),
     ] = "auto"
-    # values that replace those of generation_config.json
-    override_generation_config: Annotated[dict[str, Any] | None, Option()] = None
+    override_generation_config: Annotated[
+        dict[str, Any] | None,
+        Option(
+            "JSON object whose fields replace fields of generation_config.json.",
+            "Model",
+            metavar="JSON",
+            reads="json",
+            check=json_object,
+        ),
+    ] = None
     load_format: Annotated[
         str,
         Option(
@@ -182,8 +189,16 @@ class EngineOptions:
             check=load_format,
         ),
     ] = "auto"
-    # Fields of config.json that these values replace.
-    hf_overrides: Annotated[dict[str, Any] | None, Option(check=config_values)] = None
+    hf_overrides: Annotated[
+        dict[str, Any] | None,
+        Option(
+            "JSON object whose fields replace fields of config.json.",
+            "Model",
+            metavar="JSON",
+            reads="json",
+            check=json_object,
+        ),
+    ] = None
     tokenizer: Annotated[
         str | None,
         Option(
@@ -247,6 +262,7 @@ class EngineOptions:
             "Memory",
             metavar="N",
             flag="--num-blocks",
+            aliases=("--num-gpu-blocks-override",),
             reads="size",
             check=whole(1),
         ),
@@ -258,6 +274,7 @@ class EngineOptions:
             "Memory",
             metavar="GiB",
             flag="--kv-host-gib",
+            aliases=("--swap-space",),
             check=real(0, 2**20),
         ),
     ] = None
@@ -314,7 +331,13 @@ class EngineOptions:
         ),
     ] = 1
     enable_prefix_caching: Annotated[
-        bool, Option("Disable the prefix cache.", "Memory", flag="--no-prefix-caching")
+        bool,
+        Option(
+            "Disable the prefix cache.",
+            "Memory",
+            flag="--no-prefix-caching",
+            aliases=("--no-enable-prefix-caching",),
+        ),
     ] = True
 
     max_num_seqs: Annotated[
@@ -356,6 +379,7 @@ class EngineOptions:
             "Scheduling",
             metavar="NAME",
             flag="--policy",
+            aliases=("--scheduling-policy",),
             check=policy,
         ),
     ] = "fcfs"
@@ -423,6 +447,7 @@ class EngineOptions:
             "Scheduling",
             metavar="METHOD",
             flag="--speculative",
+            aliases=("--speculative-config",),
             reads="speculative",
             check=parse_speculative,
         ),

@@ -33,7 +33,7 @@ class Option:
     )
     metavar: str = ""
     flag: str = ""  # If it is empty, the flag is the name of the field with dashes.
-    alias: str = ""  # Another name of the flag.
+    aliases: tuple[str, ...] = ()  # Other names of the flag.
     # How the command line reads the value: by its type, as a size such as 32K, as the name of a
     # file with a chat template, as JSON, or as METHOD[,NAME=VALUE...]. Only "size or zero" may be
     # 0, and "size or auto" may also be "auto", which means None.

@@ -3,7 +3,8 @@
 LLM, EngineArgs and `octavo serve` accept every one of them at its default, so that a script or a
 command line for vLLM needs no change. NO_EFFECT lists options whose other values also change
 nothing here. The groups of REFUSED name options whose other values would ask for something that
-Octavo does not do, and what to do instead.
+Octavo does not do, and what to do instead. SERVER_NO_EFFECT and SERVER_REFUSED are
+options of `vllm serve` alone.
 """
 
 from __future__ import annotations
@@ -297,7 +298,7 @@ REFUSED = (
         {"scheduler_cls": None},
     ),
     RefusedOptions(
-        "read the engine's events (docs/events.md) or the server's /metrics",
+        "listen to the engine's events (docs/events.md)",
         {"kv_events_config": None, "otlp_traces_endpoint": None},
     ),
     RefusedOptions(
@@ -309,10 +310,72 @@ REFUSED = (
     RefusedOptions("only `octavo serve` has a name for clients", {"served_model_name": None}),
 )
 
-ADVICE = {name: group.advice for group in REFUSED for name in group.defaults}
-DEFAULTS: dict[str, Any] = NO_EFFECT | {
-    name: default for group in REFUSED for name, default in group.defaults.items()
+SERVER_NO_EFFECT: dict[str, Any] = {
+    "enable_auto_tool_choice": False,  # Tools are always enabled.
+    "exclude_tools_when_tool_choice_none": False,
+    "enable_prefix_caching": True,
+    "chat_template_content_format": "auto",
+    "uvicorn_log_level": "info",
+    "disable_uvicorn_access_log": False,
+    "disable_access_log_for_endpoints": None,
+    "log_config_file": None,
+    "max_log_len": None,
+    "log_error_stack": False,
+    "disable_frontend_multiprocessing": False,
+    "enable_prompt_tokens_details": False,
+    "enable_server_load_tracking": False,
+    "enable_per_request_metrics": False,
+    "enable_tokenizer_info_endpoint": False,
+    "enable_request_id_headers": False,
+    "disable_fastapi_docs": False,
+    "enable_offline_docs": False,
+    "enable_ssl_refresh": False,
+    "ssl_ciphers": None,
+    "h11_max_incomplete_event_size": None,
+    "h11_max_header_count": None,
+    "fingerprint_mode": "full",
+    "fingerprint_value": None,
+    "allow_credentials": False,
+    "allowed_methods": ["*"],
+    "allowed_headers": ["*"],
+    "api_server_count": None,
 }
+SERVER_REFUSED = (
+    RefusedOptions("add --allowed-origin URL for each origin", {"allowed_origins": ["*"]}),
+    RefusedOptions(
+        "put a proxy that checks client certificates before the server",
+        {"ssl_ca_certs": None, "ssl_cert_reqs": 0},
+    ),
+    RefusedOptions("put a proxy with such middleware before the server", {"middleware": []}),
+    RefusedOptions("replies of the model have the role assistant", {"response_role": "assistant"}),
+    RefusedOptions(
+        "ask for it in each request",
+        {
+            "enable_force_include_usage": False,
+            "return_tokens_as_token_ids": False,
+            "default_chat_template_kwargs": None,
+        },
+    ),
+    RefusedOptions("use one of the formats of --tool-parser", {"tool_parser_plugin": ""}),
+    RefusedOptions("the client runs tools", {"tool_server": None}),
+    RefusedOptions("messages are never logged", {"enable_log_outputs": False}),
+    RefusedOptions("every server has an engine of its own", {"headless": False}),
+    RefusedOptions("write the options on the command line", {"config": None}),
+)
+
+
+def advice_of(groups: tuple[RefusedOptions, ...]) -> dict[str, str]:
+    return {name: group.advice for group in groups for name in group.defaults}
+
+
+def defaults_of(groups: tuple[RefusedOptions, ...]) -> dict[str, Any]:
+    return {name: default for group in groups for name, default in group.defaults.items()}
+
+
+ADVICE = advice_of(REFUSED)
+DEFAULTS: dict[str, Any] = NO_EFFECT | defaults_of(REFUSED)
+SERVER_ADVICE = ADVICE | advice_of(SERVER_REFUSED)
+SERVER_DEFAULTS = DEFAULTS | SERVER_NO_EFFECT | defaults_of(SERVER_REFUSED)
 # Other values that ask for nothing more than the default.
 ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "task": ("generate",),
@@ -326,14 +389,12 @@ def is_neutral(name: str, value: Any) -> bool:
     """Return whether a value of a vLLM option asks for nothing that Octavo would do otherwise.
 
     An empty value, such as None or {}, asks for nothing."""
-    if name in NO_EFFECT or not value:
+    if name not in SERVER_ADVICE or not value:
         return True
-    return value == DEFAULTS[name] or value in ALSO_NEUTRAL.get(name, ())
+    return value == SERVER_DEFAULTS[name] or value in ALSO_NEUTRAL.get(name, ())
 
 
-def check_vllm_option(name: str, value: Any, shown_name: str = "") -> None:
+def check_vllm_option(name: str, value: Any) -> None:
     """Raise InvalidRequest unless this value of a vLLM option has no effect here."""
     if not is_neutral(name, value):
-        raise InvalidRequest(
-            f"{shown_name or name}={value!r:.60} is not supported: {ADVICE[name]}", name
-        )
+        raise InvalidRequest(f"{name}={value!r:.60} is not supported: {SERVER_ADVICE[name]}", name)

@@ -32,6 +32,7 @@ from octavo.cli import (
     timeline_command,
     train_draft_command,
 )  # fmt: skip
+from octavo.cli.vllm_flags import VllmCommand
 
 # These modules and bench.py add their commands to one group.
 BENCHES = (bench_latency, bench_scheduling, bench_eviction, bench_serve, bench_speculation)
@@ -47,7 +48,7 @@ app = typer.Typer(
 )
 app.command(rich_help_panel="Generate")(chat_command.chat)
 app.command(rich_help_panel="Generate")(complete.complete)
-app.command(rich_help_panel="Generate")(serve_command.serve)
+app.command(rich_help_panel="Generate", cls=VllmCommand)(serve_command.serve)
 app.command(rich_help_panel="Generate")(route_command.route)
 app.command(rich_help_panel="Look")(plan.plan)
 app.command(rich_help_panel="Look")(doctor.doctor)

@@ -137,16 +137,14 @@ Output = Annotated[
 def declared_option(group: type, name: str, default: Any, panel: str | None) -> Any:
     """Return the command-line option of a field of a group."""
     declared = option_declarations(group)[name]
+    names = [flag_of(group, name), *declared.aliases]
     if isinstance(default, bool):
-        return flag(flag_of(group, name), declared.help, panel)
+        return option(declared.help, panel, "", *names)
     more: dict[str, Any] = {"show_default": declared.show_default}
     if declared.reads:
         more["parser"] = READERS[declared.reads]
         if declared.show_default and default >= UNITS["K"]:
             more["show_default"] = tokens(default)
-    names = [flag_of(group, name)]
-    if declared.alias:
-        names.append(declared.alias)
     return option(declared.help, panel, declared.metavar, *names, **more)
 
 

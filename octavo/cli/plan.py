@@ -58,7 +58,8 @@ def plan(
 
     wanted = sizes(lengths) if lengths else None
     planner = Planner(
-        ModelOutline(model, options.revision), TargetDevice.of(options, device_memory)
+        ModelOutline(model, options.revision, options.hf_overrides),
+        TargetDevice.of(options, device_memory),
     )
     try:
         resolve_pool(options, *planner.facts(options))
@@ -83,7 +84,12 @@ def plan(
 class ModelOutline:
     """A model without its weights."""
 
-    def __init__(self, model: str | None, revision: str | None):
+    def __init__(
+        self,
+        model: str | None,
+        revision: str | None,
+        hf_overrides: dict[str, Any] | None = None,
+    ):
         from octavo.model.load import open_checkpoint
         from octavo.model.tied import parse_checkpoint
 
@@ -92,6 +98,7 @@ class ModelOutline:
             self.checkpoint = open_checkpoint(model, revision, weights=stored)
         except CheckpointError:
             self.checkpoint = open_checkpoint(model, revision, weights=False)
+        self.checkpoint.config = self.checkpoint.config | (hf_overrides or {})
         self.model_class, self.config = parse_checkpoint(self.checkpoint)
         self._facts: dict[tuple[str, str, str, int], ModelFacts] = {}
 

@@ -6,9 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from octavo.cli.options import Model, command, fail
+from octavo.cli.options import Model, command, fail, option
 from octavo.cli.terminal import in_bytes
 from octavo.engine_options import EngineOptions
 from octavo.serve.limits import Limits
@@ -29,17 +27,14 @@ def serve(
     server: ServeConfig,
     limits: Limits,
     ray_options: RayOptions,
-    enable_auto_tool_choice: Annotated[
-        bool,
-        typer.Option(
-            "--enable-auto-tool-choice",
-            help="Accepted for vLLM's command lines. Tools are always enabled.",
-            hidden=True,
-        ),
-    ] = False,
+    seed: Annotated[
+        int,
+        option("Seed of requests that give no seed.", "Model", "N", show_default=True),
+    ] = 0,
 ) -> None:
     """Serve a model over HTTP: [bold]octavo serve[/bold], then POST to /v1/chat/completions"""
-    config = replace(server, model=model, engine=engine, limits=limits)
+    seeded = replace(engine, seed=seed)
+    config = replace(server, model=model, engine=seeded, limits=limits)
     if ray_options.ray:
         return serve_on_ray(config, ray_options)
     try:
@@ -74,14 +69,19 @@ def announce(front: Front, port: int) -> None:
     config = front.config
     assert loaded is not None
     memory = loaded.memory
-    address = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"{config.scheme}://{host}:{port}"
+    suffix = "/v1"
+    watch = f"watch:   {address}/\n"
+    curl = f"curl {address}"
+    if config.uds is not None:
+        address = f"{config.uds} (a Unix domain socket)"
+        suffix = ""
+        watch = ""
+        curl = f"curl --unix-socket {config.uds} {config.scheme}://localhost"
     lower = "".join(f", {in_bytes(memory[k])} {name}" for k, name in TIERS.items() if memory.get(k))
-    key = ' -H "Authorization: Bearer $KEY"' if config.keys_file else ""
-    grpc = (
-        f"gRPC:    {address.removeprefix('http://').rpartition(':')[0]}:{config.grpc_port}\n"
-        if config.grpc_port
-        else ""
-    )
+    key = ' -H "Authorization: Bearer $KEY"' if config.needs_key else ""
+    grpc = f"gRPC:    {host}:{config.grpc_port}\n" if config.grpc_port else ""
     defaults = {"temperature": 1, **loaded.sampling}
     source = "generation_config.json" if loaded.sampling else "no generation_config.json"
     sampling = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
@@ -94,9 +94,9 @@ def announce(front: Front, port: int) -> None:
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of "
         f"{loaded.block_size}; {at_once} requests of {loaded.longest:,} tokens at once\n"
         f"sample:  {sampling} by default ({source})\n{drafts}"
-        f"ready:   {address}/v1\n{grpc}"
-        f"watch:   {address}/\n"
-        f"try:     curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"ready:   {address}{suffix}\n{grpc}"
+        f"{watch}"
+        f"try:     {curl}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"""-d '{{"messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'""",
         flush=True,
     )

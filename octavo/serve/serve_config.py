@@ -29,6 +29,13 @@ def known_level(name: str, value: Any) -> Any:
     return one_of("debug", "info", "warning", "error")(name, str(value).lower())
 
 
+def known_prefix(name: str, value: Any) -> str:
+    """Return the path without a slash at its end."""
+    if value and not str(value).startswith("/"):
+        raise InvalidRequest(f"{name} must begin with a slash, got {value!r:.60}", name)
+    return str(value).rstrip("/")
+
+
 def known_parser(name: str, value: Any) -> Any:
     if value in ("auto", "none"):
         return value
@@ -57,6 +64,39 @@ class ServeConfig:
             check=whole(0, 65535),
         ),
     ] = 8000
+    uds: Annotated[
+        str | None,
+        Option(
+            "Listen on this Unix domain socket instead of an address and a port.",
+            metavar="FILE",
+            check=path,
+        ),
+    ] = None
+    root_path: Annotated[
+        str,
+        Option(
+            "Path at which a proxy offers the server, such as /llm. Routes work with and without "
+            "the path.",
+            metavar="PATH",
+            check=known_prefix,
+        ),
+    ] = ""
+    ssl_certfile: Annotated[
+        str | None,
+        Option(
+            "File with the TLS certificate. The server then speaks HTTPS.",
+            metavar="FILE",
+            check=path,
+        ),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None,
+        Option(
+            "File with the private key of the TLS certificate. Default: the certificate's file.",
+            metavar="FILE",
+            check=path,
+        ),
+    ] = None
     grpc_port: Annotated[
         int | None,
         Option("Also serve gRPC on this port.", metavar="1..65535", check=given_port),
@@ -92,7 +132,7 @@ class ServeConfig:
             "Format of the model's tool calls: auto (found from the chat template), none, or a "
             "name that docs/serving.md lists.",
             metavar="NAME",
-            alias="--tool-call-parser",
+            aliases=("--tool-call-parser",),
             show_default=True,
             check=known_parser,
         ),
@@ -117,6 +157,17 @@ class ServeConfig:
             check=path,
         ),
     ] = None
+    api_keys: Annotated[
+        tuple[str, ...],
+        Option(
+            "API key that clients may send. May be repeated. Other users of this machine can see "
+            "the key; a file of --api-keys hides it.",
+            "Safety",
+            metavar="KEY",
+            flag="--api-key",
+            check=texts,
+        ),
+    ] = ()
     allow_unauthenticated: Annotated[
         bool, Option("Allow a public address without API keys.", "Safety")
     ] = False
@@ -302,6 +353,14 @@ class ServeConfig:
                 "restart",
                 "stall_kill",
             )
+
+    @property
+    def needs_key(self) -> bool:
+        return self.keys_file is not None or bool(self.api_keys)
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.ssl_certfile is None else "https"
 
     @cached_property
     def names(self) -> tuple[str, ...]:

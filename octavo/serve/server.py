@@ -15,6 +15,8 @@ import logging
 import os
 import signal
 import socket
+import ssl
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -59,9 +61,11 @@ class HttpServer(uvicorn.Server):
         listener: socket.socket,
         table: ConnectionTable,
         bodies: BodyMemory,
+        tls: ssl.SSLContext | None,
     ):
         super().__init__(config)
         self.listener = listener
+        self.tls = tls
         self.table = table
         self.bodies = bodies
 
@@ -80,7 +84,10 @@ class HttpServer(uvicorn.Server):
             state=self.server_state,
         )
         acceptor = Acceptor(
-            self.listener, self.table, lambda connection: HttpProtocol(context, connection)
+            listener=self.listener,
+            table=self.table,
+            make_protocol=lambda connection: HttpProtocol(context, connection),
+            tls=self.tls,
         )
         acceptor.start()
         self.servers = [acceptor]  # type: ignore[list-item]
@@ -109,11 +116,48 @@ def http_server(
         server_header=False,
         timeout_graceful_shutdown=int(CLOSE_SECONDS),
     )
-    return HttpServer(uvicorn_config, listener, table, bodies)
+    return HttpServer(uvicorn_config, listener, table, bodies, tls_context(config))
+
+
+def listen_unix(file: str) -> socket.socket:
+    """Open a Unix domain socket. A socket that an earlier server left behind is replaced."""
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if stat.S_ISSOCK(os.stat(file).st_mode):
+            os.unlink(file)
+    except FileNotFoundError:
+        pass
+    try:
+        found.bind(file)
+        found.listen(2048)
+    except OSError as error:
+        found.close()
+        raise ServeError(f"cannot listen on the socket {file}: {error.strerror}") from None
+    found.setblocking(False)
+    return found
+
+
+def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
+    """Return what encrypts connections, or None without a certificate."""
+    if config.ssl_certfile is None:
+        if config.ssl_keyfile is not None:
+            raise ServeError("--ssl-keyfile needs the certificate too: add --ssl-certfile FILE")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise ServeError(
+            f"cannot use the certificate {config.ssl_certfile} with the key "
+            f"{config.ssl_keyfile or 'in the same file'}: {error}"
+        ) from None
+    return context
 
 
 def listen(config: ServeConfig) -> socket.socket:
     """Open the port. The server does this first, so that an error is reported at once."""
+    if config.uds is not None:
+        return listen_unix(config.uds)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM
@@ -123,11 +167,12 @@ def listen(config: ServeConfig) -> socket.socket:
         raise ServeError(
             f"{config.host!r} is not an address of this machine: try 127.0.0.1"
         ) from None
-    if not (is_loopback(str(address[0])) or config.keys_file or config.allow_unauthenticated):
+    if not (is_loopback(str(address[0])) or config.needs_key or config.allow_unauthenticated):
         found.close()
         raise ServeError(
             f"{config.host} can be reached from other machines, and no API keys are set: use "
-            "--api-keys FILE, or let everyone use the server with --allow-unauthenticated"
+            "--api-key KEY or --api-keys FILE, or let everyone use the server with "
+            "--allow-unauthenticated"
         )
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -166,10 +211,10 @@ def listen_rpc(front: Front, host: str, port: int) -> RpcServer:
         ) from None
 
 
-def listen_health(address: tuple[str, int], port: int, watchdog: LoopWatchdog) -> HealthServer:
+def listen_health(host: str, port: int, watchdog: LoopWatchdog) -> HealthServer:
     """Listen for health checks on the same host as HTTP."""
     try:
-        return HealthServer((address[0], port), watchdog)
+        return HealthServer((host, port), watchdog)
     except OSError as error:
         raise ServeError(
             f"cannot listen on port {port} for /livez ({error.strerror}): use another --health-port"
@@ -193,8 +238,9 @@ class Server:
     def __init__(self, config: ServeConfig, say: Callable[[Front, int], None] | None = None):
         """Create the server. `say` is called with the port after the model is loaded."""
         check_kv_events(config)
+        tls_context(config)  # A certificate that cannot be used is reported at once.
         self.socket = listen(config)
-        self.port = self.socket.getsockname()[1]
+        self.port = 0 if config.uds is not None else self.socket.getsockname()[1]
         self.config = config
         self.say = say
         self.front = Front(config)
@@ -203,9 +249,7 @@ class Server:
         self.watchdog = LoopWatchdog(lambda: len(self.table))
         self.health: HealthServer | None = None
         if config.health_port is not None:
-            self.health = listen_health(
-                self.socket.getsockname(), config.health_port, self.watchdog
-            )
+            self.health = listen_health(self._host, config.health_port, self.watchdog)
         self._stop: asyncio.Event = asyncio.Event()
         self._cut: asyncio.Event = asyncio.Event()
 
@@ -217,6 +261,12 @@ class Server:
         return_free_memory()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self.serve())
+
+    @property
+    def _host(self) -> str:
+        """The address of this machine at which the other ports are."""
+        host: str = self.config.host
+        return host if self.config.uds is not None else str(self.socket.getsockname()[0])
 
     def _signal(self) -> None:
         if self._stop.is_set():
@@ -236,7 +286,7 @@ class Server:
         if self.health is not None:
             self.health.begin()
         if self.config.grpc_port is not None:
-            self.rpc = listen_rpc(self.front, self.socket.getsockname()[0], self.config.grpc_port)
+            self.rpc = listen_rpc(self.front, self._host, self.config.grpc_port)
             await self.rpc.start()
         serving = asyncio.create_task(http.serve())
         engine = asyncio.create_task(client.supervisor.run())

@@ -32,6 +32,10 @@ OTHER_VALUES: dict[type, dict[str, tuple[str | None, object]]] = {
     ServeConfig: {
         "host": ("::1", "::1"),
         "port": ("0", 0),
+        "uds": ("socket", "socket"),
+        "root_path": ("/llm/", "/llm"),
+        "ssl_certfile": ("cert.pem", "cert.pem"),
+        "ssl_keyfile": ("key.pem", "key.pem"),
         "grpc_port": ("50051", 50051),
         "health_port": ("8001", 8001),
         "served_model_name": ("a", ("a",)),
@@ -39,6 +43,7 @@ OTHER_VALUES: dict[type, dict[str, tuple[str | None, object]]] = {
         "tool_parser": ("hermes", "hermes"),
         "log_level": ("DEBUG", "debug"),
         "keys_file": ("keys.toml", "keys.toml"),
+        "api_keys": ("a-key", ("a-key",)),
         "allow_unauthenticated": (None, True),
         "allowed_hosts": ("a.example", ("a.example",)),
         "allowed_origins": ("https://a.example", ("https://a.example",)),
@@ -92,7 +97,7 @@ def test_the_command_has_the_options_that_the_groups_declare_and_no_others() -> 
         for name, option in option_declarations(group).items()
         if option.help
     }
-    assert shown.keys() - declared.keys() == {"model", "enable_auto_tool_choice"}
+    assert shown.keys() - declared.keys() == {"model", "seed"}
     assert declared.keys() <= shown.keys()
     for name, (group, option) in declared.items():
         parameter = shown[name]
@@ -181,6 +186,66 @@ def test_every_served_model_name_is_served_and_the_first_is_in_replies(
     names = ("--served-model-name", "a", "--served-model-name", "b", "--served-model-name", "c")
     config = config_for(monkeypatch, *names)
     assert (config.name, config.names) == ("a", ("a", "b", "c"))
+
+
+def test_a_command_line_of_vllm_serves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (
+        "--model Qwen/Qwen3-0.6B --served-model-name a b --api-key first second --seed 7 "
+        "--dtype half --max_model_len 4096 --gpu-memory-utilization=0.8 --quantization int8 "
+        "--swap_space 3 --scheduling-policy priority --enable-prefix-caching "
+        "--enable-auto-tool-choice --tool-call-parser hermes --enable-chunked-prefill "
+        "--disable-log-requests --trust-remote-code --tokenizer-mode auto --max-log-len 100 "
+        "--uvicorn-log-level warning --pipeline-parallel-size 1 --enable-lora=false "
+        '--allowed-origins [] --compilation-config {"level":3} --cuda-graph-sizes 1 2 4 '
+        "--enforce-eager"
+    )
+    config = config_for(monkeypatch, *words.split())
+    assert config.model == "Qwen/Qwen3-0.6B"
+    assert (config.names, config.api_keys) == (("a", "b"), ("first", "second"))
+    assert config.tool_parser == "hermes"
+    assert config.engine == EngineOptions(
+        seed=7,
+        dtype="float16",
+        max_model_len=4096,
+        gpu_memory_utilization=0.8,
+        quantization="int8",
+        swap_space=3.0,
+        scheduling_policy="priority",
+        enforce_eager=True,
+    )
+    assert not config_for(monkeypatch, "--no-enable-prefix-caching").engine.enable_prefix_caching
+
+
+def test_a_model_after_a_flag_is_still_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_for(monkeypatch, "--enable-chunked-prefill", "--served-model-name", "a", "m")
+    assert (config.model, config.names) == ("m", ("a",))
+
+
+def test_json_objects_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--hf-overrides", '{"a": 1}', "--override-generation-config", '{"top_k": 4}')
+    engine = config_for(monkeypatch, *words).engine
+    assert (engine.hf_overrides, engine.override_generation_config) == ({"a": 1}, {"top_k": 4})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--enable-lora", "--enable-lora True is not supported: an adapter must be merged"),
+        ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2 is not supported"),
+        ("--middleware a.b", "put a proxy with such middleware before the server"),
+        ("--cpu_offload_gb=4", "--cpu-offload-gb 4 is not supported: weights stay on the device"),
+        ("--model", "--model needs a value"),
+        ("--no-such-flag", "No such option"),
+        ("--hf-overrides 3", "--hf-overrides must be a dictionary of fields, got 3"),
+    ],
+)
+def test_a_flag_of_vllm_that_would_have_an_effect_is_refused(
+    octavo: Octavo, monkeypatch: pytest.MonkeyPatch, words: str, message: str
+) -> None:
+    monkeypatch.setattr("octavo.serve.server.run", lambda config, say: pytest.fail("it started"))
+    result = octavo("serve", *words.split())
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_the_name_of_a_model_is_never_a_path_of_this_machine(tmp_path: Path) -> None:

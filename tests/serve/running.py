@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,14 @@ def is_worker(pid: int) -> bool:
 
 @contextlib.contextmanager
 def server(
-    folder: Path, ready: bool = True, engine: dict[str, Any] | None = None, **config: Any
+    folder: Path,
+    ready: bool = True,
+    engine: dict[str, Any] | None = None,
+    client: Callable[[int], httpx.Client] | None = None,
+    **config: Any,
 ) -> Iterator[Running]:
-    """`config`: ServeConfig's fields."""
+    """`config`: ServeConfig's fields. `client` makes a client for a port, if plain HTTP does not
+    reach the server."""
     port, log = free_port(), folder / "server.log"
     config = {
         "model": tiny.model_dir(),
@@ -146,6 +151,8 @@ def server(
             env = {**os.environ, "TMPDIR": temporary}
             process = subprocess.Popen(argv, cwd=ROOT, stdout=out, stderr=out, text=True, env=env)
         running = Running(process, port, log, Path(temporary))
+        if client is not None:
+            running.http = client(port)
         try:
             # a machine's first start compiles the CPU kernels
             running.wait("/readyz" if ready else "/livez", seconds=180)

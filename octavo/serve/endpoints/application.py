@@ -92,12 +92,28 @@ class Table:
         await route.app(scope, receive, send)
 
 
+class UnderPath:
+    """Removes a path at which a proxy offers the server from the paths of requests."""
+
+    def __init__(self, app: ASGIApp, root_path: str):
+        self.app = app
+        self.root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path == self.root_path or path.startswith(self.root_path + "/"):
+            scope["path"] = path.removeprefix(self.root_path) or "/"
+        await self.app(scope, receive, send)
+
+
 def application(front: Front) -> ASGIApp:
     return guarded(Table(front), front)
 
 
 def guarded(app: ASGIApp, front: Front) -> ASGIApp:
     app = Guard(app, front)
+    if front.config.root_path:
+        app = UnderPath(app, front.config.root_path)
     if front.config.allowed_origins:
         origins = list(front.config.allowed_origins)
         app = CORSMiddleware(

@@ -30,7 +30,7 @@ class Front:
 
     def __init__(self, config: ServeConfig):
         self.config = config
-        self.keys = Keys.read(config.keys_file, config.limits)
+        self.keys = Keys.read(config.keys_file, config.limits, config.api_keys)
         self.metrics = Metrics(config.metrics_prefix, config.name)
         self.client = EngineClient(config, self.metrics)
         self.metrics.source.client = self.client

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import hmac
 import ipaddress
+import logging
 import re
 import time
 import tomllib
@@ -31,6 +32,7 @@ from octavo.errors import OctavoError
 from octavo.serve.api.api_errors import ApiError
 from octavo.serve.limits import Limits
 
+log = logging.getLogger(__name__)
 MINUTE = 60.0
 MIN_LENGTH = 16
 MAX_ADDRESSES = 10_000  # Wrong keys are counted for this many addresses.
@@ -143,15 +145,17 @@ class Keys:
         self._failed: dict[str, Bucket] = {}
 
     @classmethod
-    def read(cls, file: str | None, limits: Limits) -> Keys:
+    def read(cls, file: str | None, limits: Limits, given: tuple[str, ...] = ()) -> Keys:
+        """Read the keys in a file. `given` are further keys, without names and limits."""
+        keys = [_given_key(number, key) for number, key in enumerate(given, 1)]
         if file is None:
-            return cls([], limits)
+            return cls(_distinct(keys, "--api-key") if keys else [], limits)
         try:
             value = tomllib.loads(Path(file).read_text(encoding="utf-8"))
             entries = msgspec.convert(value, dict[str, list[Entry]]).get("keys", [])
         except (OSError, ValueError) as error:
             raise KeysError(f"cannot use the keys in {file}: {error}") from None
-        return cls(_distinct([_key(entry, file) for entry in entries], file), limits)
+        return cls(_distinct(keys + [_key(entry, file) for entry in entries], file), limits)
 
     def check(self, header: str | None, address: str) -> Key | None:
         """Return the key in an Authorization header.
@@ -208,6 +212,17 @@ def _distinct(keys: list[Key], file: str) -> list[Key]:
                 f"{file}: {other!r} and {key.name!r} have the same key: give each its own"
             )
     return keys
+
+
+def _given_key(number: int, key: str) -> Key:
+    """Return the key of an option --api-key, which may be shorter than a key in a file."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise KeysError("--api-key must be printable ASCII characters without spaces")
+    if len(key) < MIN_LENGTH:
+        log.warning(
+            "an API key of %d characters can be guessed: use at least %d", len(key), MIN_LENGTH
+        )
+    return Key(Entry(f"api-key-{number}"), hashlib.sha256(key.encode()).digest())
 
 
 def _key(entry: Entry, file: str) -> Key:

@@ -14,6 +14,7 @@ import logging
 import math
 import resource
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,8 @@ ACCEPTED = 64  # The most connections that one iteration of the event loop accep
 RESERVED = 32  # The number of file descriptors that connections may not use.
 PAUSE = 0.1  # The acceptor pauses for this many seconds after an error.
 WARNING_INTERVAL = 60.0  # seconds
+HANDSHAKE_SECONDS = 10.0  # A client must have finished the TLS handshake in this time.
+LOCAL_CLIENT = "unix"
 
 
 def raise_descriptor_limit(wanted: int) -> None:
@@ -42,8 +45,10 @@ class Acceptor:
         listener: socket.socket,
         table: ConnectionTable,
         make_protocol: Callable[[Connection], asyncio.Protocol],
+        tls: ssl.SSLContext | None = None,
     ):
         self.listener = listener
+        self.tls = tls
         self.table = table
         self.make_protocol = make_protocol
         self._loop = asyncio.get_running_loop()
@@ -82,7 +87,8 @@ class Acceptor:
                     client.close()
                     self._pause()
                     return
-            self._connect(client, address[0])
+            # A client of a Unix domain socket has no address.
+            self._connect(client, address[0] if address else LOCAL_CLIENT)
 
     def _connect(self, client: socket.socket, address: str) -> None:
         connection = self.table.admit(address)
@@ -90,7 +96,12 @@ class Acceptor:
             client.close()
             return
         make_protocol = partial(self.make_protocol, connection)
-        task = self._loop.create_task(self._loop.connect_accepted_socket(make_protocol, client))
+        handshake_seconds = None if self.tls is None else HANDSHAKE_SECONDS
+        task = self._loop.create_task(
+            self._loop.connect_accepted_socket(
+                make_protocol, client, ssl=self.tls, ssl_handshake_timeout=handshake_seconds
+            )
+        )
         self._opening[task] = connection
         task.add_done_callback(self._opened)
 

@@ -141,7 +141,7 @@ class Lease:
 class Replica:
     def __init__(self, config: ServeConfig, host: str, name: str):
         """Create a replica. `host` is the address of its node, and `name` is unique."""
-        self.config = replace(config, keys_file=None)
+        self.config = replace(config, keys_file=None, api_keys=())
         self.front = Front(self.config)
         self.table = Table(self.front)
         self.secret = secrets.token_hex(16)

@@ -1,0 +1,124 @@
+"""Command lines of `vllm serve`: `octavo serve` takes them as they are.
+
+Most of vLLM's flags are flags of Octavo too, or other names of them (Option.aliases). VllmCommand
+handles the rest before the flags are parsed:
+
+    --model NAME              becomes the argument MODEL
+    --max_model_len           becomes --max-model-len
+    --served-model-name a b   becomes --served-model-name a --served-model-name b
+    --enable-chunked-prefill  is dropped, like every flag of octavo/vllm_options.py that has no
+                              effect; a flag that would have one is refused with the alternative
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from typer.core import TyperCommand
+
+from octavo.cli.options import fail
+from octavo.errors import InvalidRequest
+from octavo.vllm_options import SERVER_DEFAULTS, check_vllm_option
+
+# Flags with several values in vLLM.
+REPEATED = ("--served-model-name", "--api-key", "--allowed-host", "--allowed-origin")
+
+
+class VllmCommand(TyperCommand):
+    """A command that understands the flags of vLLM too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        takes_value = {
+            name: not getattr(option, "is_flag", False)
+            for option in self.params
+            for name in option.opts
+        }
+        try:
+            translated = translate(args, takes_value)
+        except InvalidRequest as error:
+            fail(str(error))
+        return super().parse_args(ctx, translated)
+
+
+def translate(args: list[str], takes_value: dict[str, bool]) -> list[str]:
+    """Return the arguments without those that only vLLM has. `takes_value` has Octavo's flags."""
+    waiting = list(args)
+    kept: list[str] = []
+    model_given = False
+    while waiting:
+        word = waiting.pop(0)
+        if word == "--":
+            return [*kept, word, *waiting]
+        if not word.startswith("--"):
+            model_given = model_given or not word.startswith("-")
+            kept.append(word)
+            continue
+        flag, equals, text = word.partition("=")
+        flag = flag.replace("_", "-")
+        if flag == "--model":
+            kept.append(text if equals else take_value(flag, waiting))
+            model_given = True
+        elif flag in takes_value:
+            kept.append(flag + equals + text)
+            if not equals and takes_value[flag] and waiting:
+                kept.append(waiting.pop(0))
+            while flag in REPEATED and model_given and waiting and not waiting[0].startswith("-"):
+                kept += [flag, waiting.pop(0)]
+        elif option_name(flag) in SERVER_DEFAULTS:
+            drop_flag(flag, text if equals else None, waiting)
+        else:
+            kept.append(word)
+    return kept
+
+
+def option_name(flag: str) -> str:
+    """Return the name of a vLLM option. --no-NAME turns an option off."""
+    name = flag.removeprefix("--").replace("-", "_")
+    positive = name.removeprefix("no_")
+    return positive if is_switch(positive) else name
+
+
+def is_switch(name: str) -> bool:
+    """Return whether an option of vLLM's is turned on and off, and takes no value."""
+    if name not in SERVER_DEFAULTS:
+        return False
+    default = SERVER_DEFAULTS[name]
+    may_be_switch = name.startswith(("enable_", "disable_", "async_"))
+    return isinstance(default, bool) or (default is None and may_be_switch)
+
+
+def take_value(flag: str, waiting: list[str]) -> str:
+    if not waiting:
+        raise InvalidRequest(f"{flag} needs a value")
+    return waiting.pop(0)
+
+
+def drop_flag(flag: str, text: str | None, waiting: list[str]) -> None:
+    """Drop a flag of vLLM's and its values. Raise InvalidRequest if it would have an effect."""
+    name = option_name(flag)
+    default = SERVER_DEFAULTS[name]
+    value: Any = text
+    if text is None and is_switch(name):
+        value = not flag.startswith("--no-")
+    elif text is None:
+        values = [waiting.pop(0)] if waiting and not waiting[0].startswith("--") else []
+        while isinstance(default, list) and waiting and not waiting[0].startswith("-"):
+            values.append(waiting.pop(0))
+        value = values[0] if len(values) == 1 else values
+    try:
+        check_vllm_option(name, read_like(default, value))
+    except InvalidRequest as error:
+        shown = str(error).replace(f"{name}=", f"{flag} ", 1)
+        raise InvalidRequest(shown, name) from None
+
+
+def read_like(default: Any, value: Any) -> Any:
+    """Return a text of the command line as the type of the option's default."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return value
+    return value if isinstance(default, str) else found
