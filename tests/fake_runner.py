@@ -112,6 +112,8 @@ class FakeRunner:
             drafts = list(plan.drafts.get(i) or self._guess(row, item.num_drafts))
             assert len(drafts) == item.num_drafts, "fewer drafts than the plan verifies"
             known = row.tokens + drafts
+            # A real runner writes the host's drafts where the host believes the text ends.
+            assert i not in plan.drafts or item.max_kv_len == len(known), "drafts elsewhere"
             for p in range(start, start + item.num_tokens):
                 self.kv[row.table[p // self.size]][p % self.size] = (known[p], p)
             row.computed = start + item.num_tokens - item.num_drafts

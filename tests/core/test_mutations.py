@@ -66,7 +66,7 @@ BUGS = {
     "a victim starts again in the plan that preempted it": ("scheduler", "if fill.closed or not self.queues.free_slots or seq.rank >= fill.shape.admit_before:", "if fill.closed or not self.queues.free_slots:"),
     "sequences pause for ever": ("urgent_preemption", "other_id for seq in step.urgent for other_id", "other_id for seq in step.urgent or ([self.last_urgent] if self.last_urgent else []) for other_id"),
     "a prompt that pauses counts as computed": ("scheduler", "            elif seq.id not in fill.shape.paused and", "            elif seq.id in fill.shape.paused:\n                seq.planned += 1\n            elif"),
-    "a sequence that pauses is planned but not computed": ("scheduler", "if position + 1 >= seq.position_limit or seq.id in skip:", "seq.planned += seq.id in skip\n            if position + 1 >= seq.position_limit or seq.id in skip:"),
+    "a sequence that pauses is planned but not computed": ("scheduler", "if position + 1 >= seq.position_limit or (skip and seq.id in skip):", "seq.planned += seq.id in skip\n            if position + 1 >= seq.position_limit or seq.id in skip:"),
     "a sequence that skips a step is planned but not computed": ("urgent_preemption", "        self.equals_skipped = bool(skipping)\n", "        self.equals_skipped = bool(skipping)\n        for other in self.queues.decoding:\n            other.planned += other.id in skipping\n"),
     "a batch forms while another runs": ("batching", "if not running or fits_beside:", "if True:"),
     "requests start without a batch": ("batching", "return self.form_batch is None or seq.request.id in self.admissible", "return True"),
@@ -168,7 +168,7 @@ SPECULATION_BUGS = {
     "all sampled positions have the first mask": ("speculation", "        masks.append(follower.mask)\n", "        masks.append(masks[0])\n"),
     "a draft that the guide forbids is verified": ("speculation", "        if not mask[token >> 3] >> (token & 7) & 1:\n            return drafts[:count], masks\n", ""),
     "the guide itself follows the drafts": ("speculation", "    follower = guide.copy()\n", "    follower = guide\n"),
-    "tokens behind a stop token are kept": ("scheduler", "            if reason is not None:\n                break\n        if num_kept", "        if num_kept"),
+    "tokens behind a stop token are kept": ("scheduler", "            if reason is not None:\n                break\n        if reason is not None and num_kept", "        if reason is not None and num_kept"),
     "a guide skips accepted drafts": ("scheduler", "                    advance_guide(seq.guide, token, ended=reason is not None)", "                    token is tokens[-1] and advance_guide(seq.guide, token, ended=reason is not None)"),
 }  # fmt: skip
 
