@@ -642,15 +642,8 @@ def start_ranks(source: ModelSource, options: EngineOptions) -> Ranks | None:
     if size == 1:
         return None
     device = pick_device(options.device)
-    environments: list[dict[str, str]]
-    if device.type == "cuda":
-        environments = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible_gpus(device, size)]
-    else:
-        # The ranks share the cores.
-        num_threads = max(1, torch.get_num_threads() // size)
-        torch.set_num_threads(num_threads)
-        environments = [{"OMP_NUM_THREADS": str(num_threads)}] * size
-    return Ranks(size, device.type, environments, job=(source, options))
+    gpus = visible_gpus(device, size) if device.type == "cuda" else []
+    return Ranks(size, device.type, job=(source, options), gpus=gpus)
 
 
 def visible_gpus(device: torch.device, size: int) -> list[str]:

@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
+import torch
+
 from octavo.errors import OctavoError, RankLost
 from octavo.ops.collectives import RankGroup
 from octavo.runner.disk_agreement import DiskAgreement
@@ -63,11 +65,11 @@ class RankReport(NamedTuple):
 class Ranks:
     """All ranks but rank 0, and the group that connects them with it."""
 
-    def __init__(self, size: int, device: str, environments: Sequence[Mapping[str, str]], job: Any):
+    def __init__(self, size: int, device: str, job: Any, gpus: Sequence[str] = ()):
         """Start the processes and connect them.
 
-        `environments` has the additional environment variables of each rank. `job` is passed to
-        octavo/rank_process.py.
+        `job` is passed to octavo/rank_process.py. `gpus` has the name of each rank's GPU, as in
+        CUDA_VISIBLE_DEVICES.
         """
         self.size = size
         self.on_loss: Callable[[str], None] | None = None  # called in a thread, with the reason
@@ -81,9 +83,14 @@ class Ranks:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []
         self.group: RankGroup | None = None
+        self._num_threads = torch.get_num_threads()
+        if device == "cpu":  # The ranks share the cores.
+            torch.set_num_threads(max(1, self._num_threads // size))
         try:
             for rank in range(1, size):
-                self._start(rank, environments[rank])
+                own_gpu = {"CUDA_VISIBLE_DEVICES": gpus[rank]} if gpus else {}
+                own_threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+                self._start(rank, own_gpu | own_threads)
             for rank, connection in self._connections.items():
                 start = RankStart(rank, size, store_path, device, job)
                 self._send_bytes(connection, pickle.dumps(start))
@@ -121,7 +128,7 @@ class Ranks:
         Linux kills the process when this thread ends (octavo/parent_process.py).
         """
         try:
-            process = subprocess.Popen(
+            process = self._processes[rank] = subprocess.Popen(
                 [sys.executable, "-m", PROGRAM, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **environment},
@@ -134,7 +141,6 @@ class Ranks:
         finally:
             theirs.close()
             started.set()
-        self._processes[rank] = process
         code = process.wait()
         if not self._closing:
             self.lose(f"rank {rank} (process {process.pid}) has ended: {describe_end(code)}")
@@ -197,9 +203,9 @@ class Ranks:
         if self.on_loss is not None:
             self.on_loss(reason)
         log.critical("%s: the engine stops", reason)
+        self._kill()
         if self.group is not None:
             self.group.abort()
-        self._kill()
 
     def _kill(self) -> None:
         for process in self._processes.values():
@@ -218,6 +224,7 @@ class Ranks:
         for thread in self._threads:
             thread.join(END_SECONDS)
         self._kill()
+        torch.set_num_threads(self._num_threads)
 
 
 def describe_end(code: int) -> str:
