@@ -61,6 +61,14 @@ def test_every_probe_asks_its_own_route(probe: str, path: str, port: str) -> Non
     assert asked == {"path": path, "port": port} and path in GET and port in PORTS
 
 
+def test_a_worker_has_a_thread_for_every_core_that_it_requests() -> None:
+    (variable,) = WORKER["env"]
+    found = variable["valueFrom"]["resourceFieldRef"]
+    assert variable["name"] == "OMP_NUM_THREADS"
+    assert found["containerName"] == WORKER["name"]
+    assert found["resource"] == "requests.cpu" and "cpu" in WORKER["resources"]["requests"]
+
+
 def test_a_worker_may_start_slowly() -> None:
     probe = WORKER["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 1800
