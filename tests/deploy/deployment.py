@@ -80,7 +80,7 @@ def exported(prefix: str = "octavo") -> dict[str, set[str]]:
     metrics.rejections.labels("queue_full").inc()
     metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
         supervisor=SimpleNamespace(heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None),
-        queue=SimpleNamespace(waiting=[], tokens=0),
+        queue_bound=SimpleNamespace(waiting=[], tokens=0),
         open_requests={},
         ready=True,
     )
