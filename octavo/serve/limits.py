@@ -92,6 +92,9 @@ class Limits:
     salt_chars: int = 256
     label_chars: int = 128
     timeout_seconds: float = 3600.0
+    # Stored responses of the Responses API. The oldest are dropped first.
+    response_bytes: int = 64 * 2**20
+    response_seconds: float = 3600.0
     failed_logins: int = 20  # Wrong keys per minute and address.
 
     def __post_init__(self) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli.reasoning_filter import ReasoningFilter
 from octavo.cli.terminal import Writer, in_bytes, plain, short, table, tokens
+from octavo.text.reasoning import ReasoningFilter
 
 
 class Screen(io.StringIO):

@@ -44,6 +44,25 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield found
 
 
+def test_a_key_in_the_header_of_anthropics_clients(locked: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    good = locked.post("/v1/messages", body, headers={"x-api-key": ALICE})
+    assert good.status_code == 200
+    wrong = locked.post("/v1/messages", body, headers={"x-api-key": f"{ALICE}x"})
+    assert wrong.status_code == 401
+    assert wrong.json()["error"]["type"] == "authentication_error"
+    ollama = locked.post("/api/chat", body)
+    assert ollama.status_code == 401 and isinstance(ollama.json()["error"], str)
+
+
+def test_a_stored_response_belongs_to_its_key(locked: Running) -> None:
+    body = {"input": "hi", "max_output_tokens": 1}
+    id = locked.post("/v1/responses", body, headers=bearer(ALICE)).json()["id"]
+    assert locked.get(f"/v1/responses/{id}", headers=bearer(ALICE)).status_code == 200
+    reply = locked.get(f"/v1/responses/{id}", headers=bearer(ROOT))
+    check_error(reply, 404, None, "response_not_found")
+
+
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
@@ -81,7 +100,7 @@ ROUTES = [
 ] + [
     ("POST", path)
     for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/batch_generate", "/tokenize", "/detokenize",
-                 "/v1/requests/req_1/cancel", "/v1/chat/completions/render")
+                 "/v1/requests/req_1/cancel", "/v1/chat/completions/render", "/v1/responses", "/v1/responses/resp_1/cancel")
 ]  # fmt: skip
 
 

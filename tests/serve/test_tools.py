@@ -37,12 +37,6 @@ def said(text: str, *names: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with server(tmp_path_factory.mktemp("parrot"), program="tests.serve.parrot_engine") as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def client(parrot: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{parrot.url}/v1", api_key="unused", max_retries=0) as found:
         yield found

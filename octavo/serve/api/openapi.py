@@ -9,12 +9,24 @@ import msgspec
 
 from octavo import __version__
 from octavo.params import MAX_LOGPROB_IDS, MAX_PATTERN_COUNT, MAX_PATTERN_SIZE
+from octavo.serve.api.other_api_schemas import (
+    ANTHROPIC_ERROR,
+    OLLAMA_ERROR,
+    error_name,
+    other_api_bounds,
+)
 from octavo.serve.api.protocol import (
     BatchGenerateRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+    ResponsesRequest,
     TokenizeRequest,
 )
 from octavo.serve.limits import Limits
@@ -27,10 +39,31 @@ POSTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
         ("messages",),
     ),
     "/v1/completions": (CompletionRequest, "Continue a text.", ("prompt",)),
+    "/v1/messages": (MessagesRequest, "Answer a conversation (Anthropic).", ("messages",)),
+    "/v1/messages/count_tokens": (
+        MessagesRequest,
+        "Count the tokens of a conversation (Anthropic).",
+        ("messages",),
+    ),
+    "/v1/responses": (ResponsesRequest, "Create a response (OpenAI).", ("input",)),
+    "/api/chat": (OllamaChatRequest, "Answer a conversation (Ollama).", ()),
+    "/api/generate": (OllamaGenerateRequest, "Answer a prompt (Ollama).", ()),
+    "/api/embed": (OllamaEmbedRequest, "Refuse to compute embeddings (Ollama).", ()),
+    "/api/embeddings": (OllamaEmbedRequest, "Refuse to compute embeddings (Ollama).", ()),
+    "/api/show": (OllamaShowRequest, "Describe the model (Ollama).", ()),
     "/generate": (GenerateRequest, "Continue a text, and reply with text only.", ("prompt",)),
     "/batch_generate": (BatchGenerateRequest, "Continue several texts.", ("prompts",)),
     "/tokenize": (TokenizeRequest, "Convert text to token ids.", ()),
     "/detokenize": (DetokenizeRequest, "Convert token ids to text.", ("tokens",)),
+}
+# The routes that reply with a stream if the request says so, and the content type of the stream.
+STREAMED = {
+    "/v1/chat/completions": "text/event-stream",
+    "/v1/completions": "text/event-stream",
+    "/v1/messages": "text/event-stream",
+    "/v1/responses": "text/event-stream",
+    "/api/chat": "application/x-ndjson",
+    "/api/generate": "application/x-ndjson",
 }
 GETS = {
     "/v1/models": "List the model.",
@@ -42,6 +75,9 @@ GETS = {
     "/readyz": "Return status 200 while the server accepts requests.",
     "/startupz": "Return status 200 after the model is loaded, and the progress before.",
     "/health": "Return the same as /readyz.",
+    "/api/tags": "List the model (Ollama).",
+    "/api/ps": "List the model, which is always loaded (Ollama).",
+    "/api/version": "Return the version of the server (Ollama).",
     "/metrics": "Return the metrics in the text format of Prometheus.",
     "/server_info": "Describe the engine and its limits.",
     "/get_server_info": "Return the same as /server_info.",
@@ -70,7 +106,8 @@ ERROR = {
         }
     },
 }
-
+ERRORS = {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR, "OllamaError": OLLAMA_ERROR}
+ERROR_CODES = ("400", "401", "403", "404", "408", "413", "415", "421", "429", "500", "503", "504")
 
 PART = {
     "type": "object",
@@ -364,9 +401,29 @@ def id_paths(limits: Limits, responses: dict[str, Any]) -> dict[str, Any]:
         **id,
         "schema": {"type": "string", "pattern": f"^[A-Za-z0-9._-]{{1,{limits.label_chars}}}$"},
     }
-    get = {"summary": "Describe the model.", "parameters": [id], "responses": responses}
-    post = {"summary": "Cancel a request.", "parameters": [label], "responses": responses}
-    return {"/v1/models/{id}": {"get": get}, "/v1/requests/{id}/cancel": {"post": post}}
+
+    def operation(summary: str, parameter: dict[str, Any]) -> dict[str, Any]:
+        return {"summary": summary, "parameters": [parameter], "responses": responses}
+
+    return {
+        "/v1/models/{id}": {"get": operation("Describe the model.", id)},
+        "/v1/requests/{id}/cancel": {"post": operation("Cancel a request.", label)},
+        "/v1/responses/{id}": {
+            "get": operation("Return a stored response.", label),
+            "delete": operation("Delete a stored response.", label),
+        },
+        "/v1/responses/{id}/cancel": {"post": operation("Cancel a response.", label)},
+    }
+
+
+def with_errors(responses: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the responses of a route, with those of its errors."""
+    schema = {"$ref": f"#/components/schemas/{error_name(path)}"}
+    failed = {
+        "description": "The request failed.",
+        "content": {"application/json": {"schema": schema}},
+    }
+    return {**responses, **dict.fromkeys(ERROR_CODES, failed)}
 
 
 @cache
@@ -379,11 +436,13 @@ def description(
         kinds, ref_template="#/components/schemas/{name}"
     )
     schemas = dict(zip(kinds, refs, strict=True))
+    others = other_api_bounds(limits)
     needed = {kind: required for kind, _, required in POSTS.values()}
     for kind, required in needed.items():
         known = bounds(names, limits, vocab_size)
         if kind is not CompletionRequest:
             del known["prompt"]  # Other routes accept only a string.
+        known |= others.get(kind, {})
         describe(components[kind.__name__], required, known)
     one = [
         {
@@ -393,13 +452,8 @@ def description(
         for name, other in (("prompt", "messages"), ("messages", "prompt"))
     ]
     components["TokenizeRequest"]["oneOf"] = one
-    failed = {
-        "description": "The request failed.",
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-    }
     good = {"description": "The request succeeded.", "content": {"application/json": {}}}
-    codes = ("400", "401", "403", "404", "408", "413", "415", "421", "429", "500", "503", "504")
-    responses = {"200": good, **dict.fromkeys(codes, failed)}
+    responses: dict[str, Any] = {"200": good}
     paths: dict[str, Any] = {
         path: {"post": post_operation(text, schemas[kind], responses)}
         for path, (kind, text, _) in POSTS.items()
@@ -411,15 +465,18 @@ def description(
         path: {"post": {"summary": text, "responses": responses}}
         for path, text in POSTS_WITHOUT_BODY.items()
     }
-    for path in ("/v1/chat/completions", "/v1/completions"):
-        streamed = {**good, "content": {"application/json": {}, "text/event-stream": {}}}
+    for path, content in STREAMED.items():
+        streamed = {**good, "content": {"application/json": {}, content: {}}}
         paths[path]["post"]["responses"] = {**responses, "200": streamed}
     text = {"description": "The request succeeded.", "content": {"text/plain": {}}}
     paths["/metrics"]["get"]["responses"] = {**responses, "200": text}
     paths |= id_paths(limits, responses)
+    for path, operations in paths.items():
+        for operation in operations.values():
+            operation["responses"] = with_errors(operation["responses"], path)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": __version__, "description": f"Serves {names[0]}."},
         "paths": paths,
-        "components": {"schemas": {**components, "Error": ERROR}},
+        "components": {"schemas": {**components, **ERRORS}},
     }

@@ -97,6 +97,88 @@ class ChatRequest(OpenAI, kw_only=True):
     return_prompt_text: bool | None = None
 
 
+class MessagesRequest(Common, kw_only=True):
+    """A request of Anthropic's Messages API."""
+
+    messages: list[dict[str, Any]] | None = None
+    system: str | list[dict[str, Any]] | None = None
+    max_tokens: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class ResponsesRequest(Common, kw_only=True):
+    """A request of OpenAI's Responses API."""
+
+    input: str | list[Any] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class OllamaOptions(msgspec.Struct, kw_only=True):
+    """The options of Ollama that have an effect."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    num_predict: int | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class OllamaRequest(Common, kw_only=True):
+    """The fields that /api/chat and /api/generate of Ollama have in common."""
+
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class OllamaChatRequest(OllamaRequest, kw_only=True):
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest, kw_only=True):
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    input: str | list[str] | None = None
+
+
+class OllamaShowRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    name: str | None = None  # The name of the field in older clients.
+
+
 class CompletionRequest(OpenAI, kw_only=True):
     prompt: str | list[Any] | None = None  # One or several texts or lists of token ids.
     logprobs: int | None = None

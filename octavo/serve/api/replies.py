@@ -14,7 +14,9 @@ import msgspec
 
 from octavo.collect import Collector
 from octavo.outputs import CompletionOutput
+from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.logprobs import Layout, Offsets, prompt_logprobs_of
+from octavo.serve.api.reply_writer import EVENT_STREAM
 from octavo.serve.api.request_tools import ToolUse, whole_call
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_calls import CallDelta, ToolParser
@@ -202,9 +204,13 @@ def text_choice(
 
 
 class ChunkWriter:
-    """Builds the chunks of one streamed reply."""
+    """Builds one reply, whole or in chunks. It is the ReplyWriter of chats and completions."""
+
+    content_type = EVENT_STREAM
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, envelope: Envelope, tokenizer: Tokenizer, shape: Shape):
+        self.envelope = envelope
         self.shape = shape
         self.tokenizer = tokenizer
         # True means that a chunk holds more than a text and a finish reason.
@@ -215,9 +221,35 @@ class ChunkWriter:
         self._tail = b"]}\n\n" if shape.usage is None else b'],"usage":null}\n\n'
         self._offsets: dict[int, Offsets] = {}  # index of the choice -> its offsets
         self._sent = 0  # The number of generated tokens in the chunks so far.
+        self._begun: set[int] = set()  # The choices whose first chunk was sent.
         self._opened: set[int] = set()  # The choices whose prompt_token_ids were sent.
 
-    def role(self, index: int, collector: Collector) -> bytes:
+    def whole(self, collectors: list[Collector]) -> dict[str, Any]:
+        return whole(self.envelope, self.tokenizer, collectors, self.shape)
+
+    def begin(self) -> bytes:
+        return b""
+
+    def piece(
+        self, prompt_index: int, piece: CompletionOutput, collectors: list[Collector]
+    ) -> bytes:
+        """Return the chunks for a piece of text. The role or the prompt precede the first piece."""
+        index = prompt_index * self.shape.n + piece.index
+        first = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            if self.shape.chat:
+                first = self._role(index, collectors[prompt_index])
+            elif self.shape.echo:
+                first = self._echo(index, collectors[prompt_index])
+        if not self.shape.prompt_only:
+            return first + self._chunk(index, piece, collectors)
+        if piece.finish_reason is None:
+            return first
+        last = CompletionOutput(index, "", [], finish_reason="length")
+        return first + self._chunk(index, last, collectors)
+
+    def _role(self, index: int, collector: Collector) -> bytes:
         """Return the first chunk of a choice of a chat, followed by its prefix if it has one."""
         first = (
             b'{"index":%d,"delta":{"role":"assistant","content":""},'
@@ -236,7 +268,7 @@ class ChunkWriter:
             chunks += self._rich(index, CompletionOutput(index, "", []), [collector], delta)
         return chunks
 
-    def echo(self, index: int, collector: Collector) -> bytes:
+    def _echo(self, index: int, collector: Collector) -> bytes:
         """Return the first chunk of a choice that begins with its prompt."""
         echoed = CompletionOutput(
             index, prompt_text(self.tokenizer, collector), collector.request.prompt
@@ -247,13 +279,13 @@ class ChunkWriter:
         self._offsets[index] = Offsets(
             self.tokenizer, collector.prompt is not None, continuing=False
         )
-        chunk = self.piece(index, echoed, [collector], echoed=True)
+        chunk = self._chunk(index, echoed, [collector], echoed=True)
         self._offsets[index] = Offsets(
             self.tokenizer, collector.request.params.skip_special_tokens, position=len(echoed.text)
         )
         return chunk
 
-    def piece(
+    def _chunk(
         self,
         index: int,
         piece: CompletionOutput,
@@ -360,17 +392,16 @@ class ChunkWriter:
             return self._tail
         return b'],"usage":' + encode(usage_of(collectors, self._sent)) + b"}\n\n"
 
-    def end(
-        self, collectors: list[Collector], generated: int | None = None, error: bytes | None = None
-    ) -> bytes:
+    def end(self, collectors: list[Collector], error: ApiError | None) -> bytes:
         """Return the last events of a stream.
 
         The usage precedes an error, because clients stop reading at an error.
         """
         usage = b""
         if self.shape.usage is not None:
-            usage = self._head + b'],"usage":' + encode(usage_of(collectors, generated)) + b"}\n\n"
-        return usage + (b"" if error is None else event(error)) + DONE
+            found = usage_of(collectors, 0 if self.shape.prompt_only else None)
+            usage = self._head + b'],"usage":' + encode(found) + b"}\n\n"
+        return usage + (b"" if error is None else event(error.encode())) + DONE
 
 
 def _call_delta(new: CallDelta) -> dict[str, Any]:

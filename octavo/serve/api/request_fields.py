@@ -253,6 +253,133 @@ GROUPS: dict[str, tuple[Field, ...]] = {
 }
 FIELDS = {field.name: field for group in GROUPS.values() for field in group}
 
+# ---- the fields of other APIs --------------------------------------------------------------------
+
+# The routes of other APIs also accept the fields that all requests for generation have
+# (protocol.Common), such as temperature, seed and structured_outputs.
+MESSAGES = (
+    _both(HONOURED, "messages",
+          "the conversation; blocks of the types text, tool_use, tool_result and thinking"),
+    _both(HONOURED, "system",
+          "the system prompt, a text or blocks of text; lines x-anthropic-...: at the start of "
+          "a block are left out"),
+    _both(HONOURED, "max_tokens", "the largest number of tokens in the reply; it may be missing"),
+    _both(HONOURED, "stop_sequences", "up to 64 strings that end the reply"),
+    _both(HONOURED, "stream", "true makes the reply a stream of events", False),
+    _both(HONOURED, "tools",
+          "the functions that the model may call; only the type custom, because the server has "
+          "no built-in tools", []),
+    _both(HONOURED, "tool_choice", "whether the model may or must call a tool"),
+    _both(HONOURED, "thinking",
+          "turns the reasoning of the chat template on or off; x-ignored-params names it if the "
+          "template has none, and always names budget_tokens"),
+    _both(HONOURED, "output_config",
+          "format is a JSON schema of the reply, and effort a variable of the chat template"),
+    _both(LABEL, "metadata", "any data of the client"),
+    _both(IGNORED, "cache_control", "prompts are cached by content"),
+    _both(IGNORED, "service_tier", "this server has only one tier"),
+    _both(IGNORED, "inference_geo", "this server is in one place"),
+    _both(IGNORED, "speed", "this server has only one speed"),
+    _both(IGNORED, "diagnostics", "this server has no such diagnostics"),
+    _both(IGNORED, "user_profile_id", "a name for the user of the client"),
+    _both(IGNORED, "workspace_id", "a label of Anthropic's servers"),
+    _both(IGNORED, "betas", "Anthropic's clients send it as a header"),
+    _both(IGNORED, "fallback_credit_token", "this server has no credits"),
+    _both(REFUSED, "container", "this server runs no code"),
+    _both(REFUSED, "mcp_servers", "this server connects to no other server", []),
+    _both(IGNORED, "context_management", "the whole conversation stays in the prompt"),
+    _both(REFUSED, "compaction", "this server does not edit conversations", {}),
+    _both(REFUSED, "thread", "this server stores no conversations"),
+    _both(REFUSED, "fallbacks", "this server serves one model", []),
+)  # fmt: skip
+RESPONSES = (
+    _both(HONOURED, "input",
+          "a text, or items of the types message, function_call, function_call_output and "
+          "reasoning"),
+    _both(HONOURED, "instructions", "the system prompt"),
+    _both(HONOURED, "previous_response_id",
+          "continues a stored response; its instructions are not repeated"),
+    _both(HONOURED, "store", "false keeps nothing, so that no request can continue the response"),
+    _both(HONOURED, "max_output_tokens", "the largest number of tokens in the reply"),
+    _both(HONOURED, "stream", "true makes the reply a stream of events", False),
+    _both(HONOURED, "tools",
+          "the functions that the model may call; the server has no built-in tools", []),
+    _both(HONOURED, "tool_choice", "whether the model may or must call a tool"),
+    _both(HONOURED, "parallel_tool_calls", "false limits the reply to one call of a tool", True),
+    _both(HONOURED, "text",
+          "format is the structure of the reply; x-ignored-params names verbosity"),
+    _both(HONOURED, "reasoning",
+          "effort is a variable of the chat template; x-ignored-params names other members"),
+    _both(HONOURED, "include",
+          "message.output_text.logprobs adds logprobs; x-ignored-params names other values", []),
+    _both(HONOURED, "top_logprobs", "the number of likeliest tokens; it adds logprobs"),
+    _both(HONOURED, "truncation", "auto removes the start of a prompt that does not fit"),
+    _both(HONOURED, "metadata", "up to 16 pairs of texts, which the response repeats"),
+    _both(IGNORED, "stream_options", "this server adds no obfuscation", {}),
+    _both(IGNORED, "max_tool_calls", "it limits built-in tools, which this server does not have"),
+    _both(IGNORED, "safety_identifier", "a name for the user of the client"),
+    _both(IGNORED, "service_tier", "this server has only one tier"),
+    _both(IGNORED, "prompt_cache_key", "prompts are cached by content"),
+    _both(IGNORED, "prompt_cache_options", "prompts are cached by content"),
+    _both(IGNORED, "prompt_cache_retention", "prompts stay in the cache while there is room"),
+    _both(IGNORED, "access_programs", "this is a setting of OpenAI's servers"),
+    _both(IGNORED, "image", "the input must be text"),
+    _both(REFUSED, "background", "send the request with stream and read the events", False),
+    _both(REFUSED, "conversation", "this server stores responses: use previous_response_id"),
+    _both(REFUSED, "prompt", "this server stores no prompts: use instructions"),
+    _both(REFUSED, "context_management", "this server does not edit conversations", []),
+    _both(REFUSED, "moderation", "this server has no moderation"),
+)  # fmt: skip
+OLLAMA = (
+    _chat("messages", "the conversation"),
+    _chat("tools", "the functions that the model may call", []),
+    _completion("prompt", "a text; without one, the reply only says that the model is loaded"),
+    _completion("system", "the system prompt", ""),
+    _completion("raw", "true passes the prompt to the model without a chat template", False),
+    _both(HONOURED, "stream", "false makes the reply one object; the default is true", True),
+    _both(HONOURED, "format", "json, or a JSON schema of the reply", ""),
+    _both(HONOURED, "options",
+          "temperature, top_k, top_p, min_p, seed, stop, num_predict, repeat_penalty, "
+          "presence_penalty and frequency_penalty; x-ignored-params names options of the "
+          "machine such as num_ctx, and other samplers are refused", {}),
+    _both(HONOURED, "think",
+          "turns the reasoning of the chat template on or off, or sets its effort; "
+          "x-ignored-params names it if the template has none"),
+    _both(HONOURED, "logprobs", "true adds logprobs", False),
+    _both(HONOURED, "top_logprobs", "the number of likeliest tokens; it needs logprobs", 0),
+    _both(IGNORED, "keep_alive", "the model always stays loaded"),
+    _both(IGNORED, "width", "the output is always text"),
+    _both(IGNORED, "height", "the output is always text"),
+    _both(IGNORED, "steps", "the output is always text"),
+    _both(REFUSED, "suffix", "the model is not trained to fill in the middle of a text", ""),
+    _both(REFUSED, "images", "the input must be text", []),
+    _both(REFUSED, "template", "the server uses the chat template of the model", ""),
+    _both(REFUSED, "context", "this server returns no context: use /api/chat", []),
+)  # fmt: skip
+APIS: dict[str, tuple[Field, ...]] = {
+    "Anthropic's Messages": MESSAGES,
+    "OpenAI's Responses": RESPONSES,
+    "Ollama": OLLAMA,
+}
+
+
+def api_table(group: tuple[Field, ...]) -> dict[str, Field]:
+    """Return the fields of an API, and those of the chat API, which its routes refuse."""
+    return FIELDS | {field.name: field for field in group}
+
+
+MESSAGES_TABLE = api_table(MESSAGES)
+RESPONSES_TABLE = api_table(RESPONSES)
+OLLAMA_TABLE = api_table(OLLAMA)
+
+
+def _status(field: Field) -> str:
+    """Return the status of a field of another API, and the route if only one route has it."""
+    if field.chat == field.completion:
+        return field.chat
+    route = "/api/chat" if field.chat == HONOURED else "/api/generate"
+    return f"{HONOURED} by {route}"
+
 
 def markdown() -> str:
     """Return the tables of docs/fields.md."""
@@ -260,5 +387,9 @@ def markdown() -> str:
     for title, group in GROUPS.items():
         rows = [f"| `{f.name}` | {f.chat} | {f.completion} | {f.note} |" for f in group]
         head = ["| field | chat | completion | |", "|---|---|---|---|"]
+        parts.append("\n".join([f"## {title}", "", *head, *rows]))
+    for title, group in APIS.items():
+        rows = [f"| `{f.name}` | {_status(f)} | {f.note} |" for f in group]
+        head = ["| field | status | |", "|---|---|---|"]
         parts.append("\n".join([f"## {title}", "", *head, *rows]))
     return "\n\n".join(parts) + "\n"

@@ -102,23 +102,27 @@ def check_model(front: Front, name: str | None) -> None:
 
 
 def check_fields(
-    front: Front, unknown: Mapping[str, Any], chat: bool | None = None
+    front: Front,
+    unknown: Mapping[str, Any],
+    chat: bool | None = None,
+    table: Mapping[str, Field] = FIELDS,
 ) -> dict[str, str]:
     """Handle fields that the route does not have. Returns a header that names ignored fields.
 
     Raises ApiError for a field that would change the reply. `chat` is true on routes for chats,
-    false on routes for prompts, and None on routes that generate nothing.
+    false on routes for prompts, and None on routes that generate nothing. `table` has the fields
+    of the API.
     """
     ignored: list[str] = []
     for name, given in unknown.items():
-        field = FIELDS.get(name)
+        field = table.get(name)
         if field is None and front.config.strict_params:
             raise unsupported(name[:64], "this server refuses unknown parameters (--strict-params)")
         if field is not None and chat is not None and given in field.neutral:
             continue
         status = IGNORED if field is None else field.chat if chat else field.completion
         if field is not None and chat is not None and status != IGNORED:
-            raise unsupported(name, _why_refused(field, chat))
+            raise unsupported(name, _why_refused(field))
         ignored.append(name)
     if not ignored:
         return {}
@@ -127,12 +131,12 @@ def check_fields(
     return {"x-ignored-params": ", ".join(n[:64] for n in shown) or "(not shown)"}
 
 
-def _why_refused(field: Field, chat: bool) -> str:
+def _why_refused(field: Field) -> str:
     """Explain why a route refuses a field."""
     if field.chat == field.completion == REFUSED:
         return field.note
     if field.chat == REFUSED or field.completion == REFUSED:
-        other = "/v1/completions" if chat else "/v1/chat/completions"
+        other = "/v1/completions" if field.chat == REFUSED else "/v1/chat/completions"
         return f"this route does not accept it, but {other} does ({field.note})"
     if field.name == "max_tokens":
         return "on this route, max_new_tokens sets the length of the reply"

@@ -7,7 +7,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.serve.endpoints import completions, router_routes, routes
+from octavo.serve.endpoints import (
+    anthropic_routes,
+    completions,
+    ollama_routes,
+    responses_routes,
+    router_routes,
+    routes,
+)
 from octavo.serve.endpoints.guard import Guard
 from octavo.serve.endpoints.live_feed import WatchEndpoint
 from octavo.serve.endpoints.live_page import PAGE, send_page
@@ -34,11 +41,24 @@ GET: dict[str, Handler] = {
     "/get_model_info": router_routes.model_info,
     "/get_load": router_routes.load,
     "/health_generate": router_routes.health_generate,
+    "/v1/responses/{id}": responses_routes.retrieve,
+    "/api/tags": ollama_routes.tags,
+    "/api/ps": ollama_routes.running_models,
+    "/api/version": ollama_routes.version,
 }
 POST: dict[str, Handler] = {
     "/v1/chat/completions": completions.chat_completions,
     "/v1/chat/completions/render": completions.render,
     "/v1/completions": completions.completions,
+    "/v1/messages": anthropic_routes.messages,
+    "/v1/messages/count_tokens": anthropic_routes.count_tokens,
+    "/v1/responses": responses_routes.create,
+    "/v1/responses/{id}/cancel": responses_routes.cancel,
+    "/api/chat": ollama_routes.chat,
+    "/api/generate": ollama_routes.generate,
+    "/api/show": ollama_routes.show,
+    "/api/embed": ollama_routes.embed,
+    "/api/embeddings": ollama_routes.embed,
     "/generate": routes.generate,
     "/batch_generate": routes.batch_generate,
     "/tokenize": routes.tokenize,
@@ -47,6 +67,8 @@ POST: dict[str, Handler] = {
     "/flush_cache": router_routes.flush_cache,
     "/reset_prefix_cache": router_routes.flush_cache,
 }
+DELETE: dict[str, Handler] = {"/v1/responses/{id}": responses_routes.delete}
+METHODS = {"GET": GET, "POST": POST, "DELETE": DELETE}
 
 
 async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,11 +84,9 @@ class Table:
 
     def __init__(self, front: Front):
         routes = [
-            Route(path, Endpoint(front, handler), methods=["POST"])
-            for path, handler in POST.items()
-        ]
-        routes += [
-            Route(path, Endpoint(front, handler), methods=["GET"]) for path, handler in GET.items()
+            Route(path, Endpoint(front, handler), methods=[method])
+            for method, handlers in METHODS.items()
+            for path, handler in handlers.items()
         ]
         routes += [Route(path, Endpoint(front, send_page), methods=["GET"]) for path in PAGE]
         sockets = [
@@ -117,6 +137,6 @@ def guarded(app: ASGIApp, front: Front) -> ASGIApp:
     if front.config.allowed_origins:
         origins = list(front.config.allowed_origins)
         app = CORSMiddleware(
-            app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            app, allow_origins=origins, allow_methods=list(METHODS), allow_headers=["*"]
         )
     return app

@@ -10,17 +10,18 @@ import asyncio
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from octavo.collect import Collector
-from octavo.outputs import CompletionOutput
 from octavo.params import SamplingParams
-from octavo.serve.api import prompt, replies, validate
-from octavo.serve.api.api_errors import api_error, invalid_field
+from octavo.serve.api import prompt, validate
+from octavo.serve.api.api_errors import ApiError, api_error, invalid_field
 from octavo.serve.api.logprobs import Layout
 from octavo.serve.api.protocol import ChatRequest, CompletionRequest, OpenAI
 from octavo.serve.api.replies import ChunkWriter, Envelope, Shape
+from octavo.serve.api.reply_writer import ReplyWriter
+from octavo.serve.api.request_fields import FIELDS, Field
 from octavo.serve.api.request_tools import read_tools
 from octavo.serve.api.validate import Asked, Prepared
 from octavo.serve.front.client import Call
@@ -55,13 +56,13 @@ def open_call(front: Front, caller: Caller, prepared: Prepared, stream: bool) ->
 async def chat_completions(exchange: Exchange) -> None:
     body, unknown = await exchange.body(ChatRequest, generates=True)
     prepared, shape = await prepare_chat(exchange.front, exchange.caller, body, unknown)
-    await answer(exchange, prepared, shape)
+    await answer(exchange, prepared, chunk_writer(exchange, shape), shape.stream)
 
 
 async def completions(exchange: Exchange) -> None:
     body, unknown = await exchange.body(CompletionRequest, generates=True)
     prepared, shape = await prepare_completion(exchange.front, exchange.caller, body, unknown)
-    await answer(exchange, prepared, shape)
+    await answer(exchange, prepared, chunk_writer(exchange, shape), shape.stream)
 
 
 async def render(exchange: Exchange) -> None:
@@ -146,11 +147,18 @@ def _shape(body: OpenAI, chat: bool, headers: dict[str, str]) -> Shape:
 
 
 def read_chat(
-    front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]
+    front: Front,
+    caller: Caller,
+    body: ChatRequest,
+    unknown: dict[str, Any],
+    table: Mapping[str, Field] = FIELDS,
 ) -> tuple[Asked, Shape]:
-    """Return the request without its prompt, and the shape of its reply."""
+    """Return the request without its prompt, and the shape of its reply.
+
+    `table` has the fields of the API to which the unknown fields were sent.
+    """
     limits = front.config.limits
-    headers = validate.check_fields(front, unknown, chat=True)
+    headers = validate.check_fields(front, unknown, chat=True, table=table)
     prompt.check_template_options(front, body, headers)
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(front, body)
@@ -198,9 +206,13 @@ def default_length(front: Front) -> int | None:
 
 
 async def prepare_chat(
-    front: Front, caller: Caller, body: ChatRequest, unknown: dict[str, Any]
+    front: Front,
+    caller: Caller,
+    body: ChatRequest,
+    unknown: dict[str, Any],
+    table: Mapping[str, Field] = FIELDS,
 ) -> tuple[Prepared, Shape]:
-    asked, shape = read_chat(front, caller, body, unknown)
+    asked, shape = read_chat(front, caller, body, unknown, table)
     context = prompt.longest(front, body.truncate_prompt_tokens)
     ids = await prompt.chat_ids(front, body, asked, shape.tools, context)
     prepared = validate.build(front, caller, body, [(None, ids)], asked, param="messages")
@@ -212,10 +224,14 @@ async def prepare_chat(
 
 
 async def prepare_completion(
-    front: Front, caller: Caller, body: CompletionRequest, unknown: dict[str, Any]
+    front: Front,
+    caller: Caller,
+    body: CompletionRequest,
+    unknown: dict[str, Any],
+    table: Mapping[str, Field] = FIELDS,
 ) -> tuple[Prepared, Shape]:
     limits = front.config.limits
-    headers = validate.check_fields(front, unknown, chat=False)
+    headers = validate.check_fields(front, unknown, chat=False, table=table)
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(front, body)
     shape = _shape(body, False, headers)
@@ -255,27 +271,25 @@ def _check_minimum(params: SamplingParams, wanted: int | None) -> None:
 # ---- writing the reply ---------------------------------------------------------------------------
 
 
-async def answer(exchange: Exchange, prepared: Prepared, shape: Shape) -> None:
-    front = exchange.front
-    caller = exchange.caller
-    with open_call(front, caller, prepared, stream=shape.stream) as call:
+async def answer(exchange: Exchange, prepared: Prepared, writer: ReplyWriter, stream: bool) -> None:
+    """Run a request and send its reply in the format of the writer. Every HTTP API uses this."""
+    with open_call(exchange.front, exchange.caller, prepared, stream=stream) as call:
         exchange.watch(call)
-        if shape.stream:
+        if stream:
             # The engine may refuse the request. Until it accepts, the reply can be an HTTP error.
             await call.wait_accepted()
-            await stream(exchange, call, prepared, shape)
+            await send_stream(exchange, call, prepared, writer)
         else:
             await call.wait_finished()
-            reply = replies.whole(
-                envelope(front, caller, shape), front.tokenizer, call.collectors, shape
-            )
-            await exchange.reply(reply, prepared.headers)
+            await exchange.reply(writer.whole(call.collectors), prepared.headers)
 
 
-async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shape) -> None:
+async def send_stream(
+    exchange: Exchange, call: Call, prepared: Prepared, writer: ReplyWriter
+) -> None:
     """Send the headers at once, then the text as it is generated.
 
-    An error that happens later is sent as an event of the stream.
+    An error that happens later is sent as a part of the stream.
     """
     front = exchange.front
     loop = asyncio.get_running_loop()
@@ -289,35 +303,19 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
             call.wake()
         timer = loop.call_later(quiet / 4, tick)
 
-    writer = ChunkWriter(envelope(front, exchange.caller, shape), front.tokenizer, shape)
-    await exchange.start_events(prepared.headers)
+    await exchange.start_stream(prepared.headers, writer.content_type, writer.keep_alive)
     front.metrics.streams.inc()
     tick()
-    opened: set[int] = set()
-    generated = 0 if shape.prompt_only else None
+    error: ApiError | None = None
     try:
+        if start := writer.begin():
+            await exchange.write(start)
         async for pieces in call:
-            parts = []
-            for prompt_index, piece in pieces:
-                index = prompt_index * shape.n + piece.index
-                if index not in opened:
-                    opened.add(index)
-                    parts += opening(writer, index, call.collectors[prompt_index], shape)
-                if not shape.prompt_only:
-                    parts.append(writer.piece(index, piece, call.collectors))
-                elif piece.finish_reason is not None:
-                    parts.append(
-                        writer.piece(
-                            index,
-                            CompletionOutput(index, "", [], finish_reason="length"),
-                            call.collectors,
-                        )
-                    )
-            data = b"".join(parts) if pieces else replies.KEEP_ALIVE
+            parts = [writer.piece(index, piece, call.collectors) for index, piece in pieces]
+            data = b"".join(parts) if pieces else writer.keep_alive
             if data:  # The writer holds back text that may become a tool call.
                 await exchange.write(data)
                 written = time.monotonic()
-        await exchange.write(writer.end(call.collectors, generated), last=True)
     except Exception as e:
         error = api_error(e)
         if error.code != "client_gone":
@@ -326,20 +324,18 @@ async def stream(exchange: Exchange, call: Call, prepared: Prepared, shape: Shap
             log.exception("request %s failed in its stream", exchange.caller.id)
         if not exchange.started:
             raise  # On Ray, another replica can still take the request.
-        await exchange.write(writer.end(call.collectors, generated, error.encode()), last=True)
     finally:
         if timer is not None:
             timer.cancel()
         front.metrics.streams.dec()
+    await exchange.write(writer.end(call.collectors, error), last=True)
+
+
+def chunk_writer(exchange: Exchange, shape: Shape) -> ChunkWriter:
+    front = exchange.front
+    return ChunkWriter(envelope(front, exchange.caller, shape), front.tokenizer, shape)
 
 
 def envelope(front: Front, caller: Caller, shape: Shape) -> Envelope:
     id = f"{'chatcmpl' if shape.chat else 'cmpl'}-{caller.id.removeprefix('req_')}"
     return Envelope(id, front.config.name, front.fingerprint)
-
-
-def opening(writer: ChunkWriter, index: int, collector: Collector, shape: Shape) -> list[bytes]:
-    """Return the chunks that precede the text of a choice: the role of a chat, or the prompt."""
-    if shape.chat:
-        return [writer.role(index, collector)]
-    return [writer.echo(index, collector)] if shape.echo else []

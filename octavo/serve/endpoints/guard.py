@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.serve.api.api_errors import ApiError, api_error, invalid_field
+from octavo.serve.api.error_formats import encode_error
 from octavo.serve.api.validate import LABEL
 from octavo.serve.endpoints.live_page import PAGE
 from octavo.serve.front.front import Caller, Front
@@ -75,7 +76,7 @@ class Guard:
                 log.exception("request %s failed", caller.id)
             self.front.metrics.rejections.labels(error.code or error.type).inc()
             if status == 0:
-                await send_error(error, scope, send_on)
+                await send_error(error, scope, send_on, caller.id)
             elif scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1011})
             else:
@@ -140,7 +141,7 @@ class Guard:
         if scope["path"] not in OPEN:
             address = scope["client"][0] if scope.get("client") else ""
             caller.key = self.front.keys.check(
-                text(headers, b"authorization") or offered_key(scope), address
+                text(headers, b"authorization") or offered_key(scope, headers), address
             )
             if caller.key is not None:
                 connection: Connection = scope["octavo.connection"]
@@ -202,8 +203,14 @@ def end_span(span: ServerSpan, scope: Scope, status: int) -> None:
     span.end(attributes, error=str(status) if status >= 500 or status == 0 else "")
 
 
-def offered_key(scope: Scope) -> str | None:
-    """Return the key that a browser sends as a WebSocket subprotocol, or None."""
+def offered_key(scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:
+    """Return the key that a client sends in another way, or None.
+
+    Anthropic's clients send it in a header of its own, and a browser sends it as a WebSocket
+    subprotocol.
+    """
+    if (key := text(headers, b"x-api-key")) is not None:
+        return f"Bearer {key}"
     for name in scope.get("subprotocols", ()):
         if name.startswith(KEY_PROTOCOL):
             key = name.removeprefix(KEY_PROTOCOL)
@@ -248,8 +255,8 @@ def from_router(error: HTTPException) -> ApiError:
     )
 
 
-async def send_error(error: ApiError, scope: Scope, send: Send) -> None:
-    data = error.encode()
+async def send_error(error: ApiError, scope: Scope, send: Send, request_id: str) -> None:
+    data = encode_error(error, scope["path"], request_id)
     headers = {
         "content-type": "application/json",
         "content-length": str(len(data)),

@@ -16,6 +16,7 @@ from octavo.serve.front.body_memory import BodyMemory
 from octavo.serve.front.client import EngineClient
 from octavo.serve.front.keys import Key, Keys
 from octavo.serve.front.metrics import Metrics
+from octavo.serve.front.response_store import ResponseStore
 from octavo.serve.front.tokenize import Texts
 from octavo.serve.front.tracing import ServerSpan, Tracing
 from octavo.serve.front.trials import Trials
@@ -42,6 +43,7 @@ class Front:
         self.client.trials = Trials(self.pool, config.limits.structure_seconds)
         self.text = Texts(self.pool, config.limits.template_seconds, lambda: self.idle)
         self.bodies = BodyMemory(config.limits)
+        self.responses = ResponseStore(config.limits)
         self.client.on_loaded = lambda loaded: self.pool.start(worker_setup(config, loaded))
         self.created = int(time.time())
         self._fingerprint: tuple[Loaded | None, str] = (None, "")

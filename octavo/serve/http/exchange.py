@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.parse import Bytes
-from octavo.serve.api.replies import KEEP_ALIVE
 from octavo.serve.front.body_memory import SMALL, Held
 from octavo.serve.front.client import Call
 from octavo.serve.front.front import Caller, Front
@@ -85,13 +84,14 @@ class Exchange:
         )
         await self.write(data, last=True)
 
-    async def start_events(self, headers: Headers) -> None:
+    async def start_stream(self, headers: Headers, content_type: str, keep_alive: bytes) -> None:
+        """Start a streamed reply. A client ignores the bytes of `keep_alive`."""
         fixed = {
-            "content-type": "text/event-stream; charset=utf-8",
+            "content-type": content_type,
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
         }
-        self._request.keep_alive_comment = KEEP_ALIVE
+        self._request.keep_alive_comment = keep_alive
         await self._start(200, {**fixed, **headers})
 
     async def _start(self, status: int, headers: Headers) -> None:

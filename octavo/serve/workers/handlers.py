@@ -88,7 +88,7 @@ def parse_body(context: Context, job: Parse) -> tuple[msgspec.Struct, dict[str, 
     check_texts(context, request)
     if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
         request.prompt = packed_prompts(context, request)
-    if isinstance(request, protocol.OpenAI):
+    if isinstance(request, protocol.OpenAI | protocol.MessagesRequest):
         request.metadata = None  # This field has no effect and may be large.
     check_values(context, request)
     return request, unknown

@@ -1,0 +1,114 @@
+"""The routes of Ollama's API below /api."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo import __version__
+from octavo.serve.api import ollama_api, validate
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.api.ollama_api import LineWriter, loaded_reply, served_name
+from octavo.serve.api.protocol import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from octavo.serve.api.reply_writer import ReplyParser
+from octavo.serve.api.request_fields import OLLAMA_TABLE
+from octavo.serve.endpoints.completions import answer, prepare_completion
+from octavo.serve.endpoints.translated import (
+    finish_headers,
+    has_reasoning,
+    prepare,
+    reply_parser,
+)
+from octavo.serve.http.exchange import Exchange
+
+
+async def chat(exchange: Exchange) -> None:
+    front = exchange.front
+    config = front.config
+    body, unknown = await exchange.body(OllamaChatRequest, generates=True)
+    if not body.messages:
+        return await exchange.reply(loaded_reply(config.name, is_chat=True))
+    translation = ollama_api.chat_to_chat(body, config.names, config.limits)
+    with translation.fields.errors():
+        prepared, shape = await prepare(exchange, translation, unknown, OLLAMA_TABLE)
+        parser = reply_parser(front, prepared, shape)
+        writer = LineWriter(config.name, parser, shape, front.tokenizer, is_chat=True)
+        await answer(exchange, prepared, writer, shape.stream)
+
+
+async def generate(exchange: Exchange) -> None:
+    front = exchange.front
+    config = front.config
+    body, unknown = await exchange.body(OllamaGenerateRequest, generates=True)
+    if not body.prompt:
+        return await exchange.reply(loaded_reply(config.name, is_chat=False))
+    if body.raw:
+        return await generate_raw(exchange, body, unknown)
+    translation = ollama_api.generate_to_chat(body, config.names)
+    with translation.fields.errors():
+        prepared, shape = await prepare(exchange, translation, unknown, OLLAMA_TABLE)
+        parser = reply_parser(front, prepared, shape)
+        writer = LineWriter(config.name, parser, shape, front.tokenizer, is_chat=False)
+        await answer(exchange, prepared, writer, shape.stream)
+
+
+async def generate_raw(
+    exchange: Exchange, body: OllamaGenerateRequest, unknown: dict[str, Any]
+) -> None:
+    """Continue a prompt without a chat template, as a completion does."""
+    front = exchange.front
+    config = front.config
+    completion, fields = ollama_api.generate_to_completion(body, config.names)
+    with fields.errors():
+        prepared, shape = await prepare_completion(
+            front, exchange.caller, completion, unknown, OLLAMA_TABLE
+        )
+        finish_headers(fields, prepared.headers)
+        parser = ReplyParser(tools=None, reasoning=None)
+        writer = LineWriter(config.name, parser, shape, front.tokenizer, is_chat=False)
+        await answer(exchange, prepared, writer, shape.stream)
+
+
+async def tags(exchange: Exchange) -> None:
+    front = exchange.front
+    loaded = front.client.model
+    names = front.config.names
+    models = [ollama_api.model_entry(name, loaded, front.created) for name in names]
+    await exchange.reply({"models": models})
+
+
+async def running_models(exchange: Exchange) -> None:
+    front = exchange.front
+    entry = ollama_api.running_entry(front.config.name, front.client.model, front.created)
+    await exchange.reply({"models": [entry]})
+
+
+async def show(exchange: Exchange) -> None:
+    front = exchange.front
+    body, unknown = await exchange.body(OllamaShowRequest)
+    headers = validate.check_fields(front, unknown)
+    validate.check_model(front, served_name(body.model or body.name, front.config.names))
+    template = front.tokenizer.chat_template
+    capabilities = ["completion"]
+    if template is not None:
+        capabilities.append("tools")
+    if has_reasoning(front.tokenizer):
+        capabilities.append("thinking")
+    loaded = front.client.model
+    found = ollama_api.model_description(loaded, front.created, template, capabilities)
+    await exchange.reply(found, headers)
+
+
+async def version(exchange: Exchange) -> None:
+    await exchange.reply({"version": __version__})
+
+
+async def embed(exchange: Exchange) -> None:
+    raise ApiError(
+        400,
+        "this server computes no embeddings: use a server with an embedding model",
+        "embeddings_not_supported",
+    )

@@ -1,0 +1,143 @@
+"""Anthropic's client with the embedded model: messages, streams, tools, structured output, errors,
+and an agent whose system prompt changes each turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+import pytest
+
+pytest.importorskip("anthropic", reason="anthropic is not installed: run `make test-clients`")
+
+import anthropic
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_create_params as beta_create_params
+from pydantic import BaseModel, Field
+
+from octavo.serve.api.protocol import MessagesRequest
+from octavo.serve.api.request_fields import MESSAGES
+from tests.serve.running import Running
+
+pytestmark = pytest.mark.slow
+
+MODEL = "smollm2"
+QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+WEATHER: Any = {
+    "name": "get_weather",
+    "description": "The weather in a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def client(embedded: Running) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=embedded.url, api_key="unused", max_retries=0) as found:
+        yield found
+
+
+def ask(client: Any, **fields: Any) -> Any:
+    given = {"model": MODEL, "max_tokens": 60, "messages": QUESTION, **fields}
+    return client.messages.create(**given, extra_body={"temperature": 0})
+
+
+def test_a_message(client: Any) -> None:
+    reply = ask(client, system="Answer in one word.")
+    assert "Paris" in reply.content[0].text and reply.stop_reason == "end_turn"
+    assert reply.usage.output_tokens > 0 and reply.model == MODEL
+
+
+def test_a_stream_is_the_whole_reply(client: Any) -> None:
+    whole = ask(client)
+    with client.messages.stream(
+        model=MODEL, max_tokens=60, messages=QUESTION, extra_body={"temperature": 0}
+    ) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == whole.content[0].text == final.content[0].text
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    assert final.stop_reason == whole.stop_reason
+
+
+def test_stop_sequences(client: Any) -> None:
+    reply = ask(client, stop_sequences=["Paris"])
+    assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "Paris")
+    assert "Paris" not in reply.content[0].text
+
+
+def test_a_tool_is_called_and_its_result_comes_back(client: Any) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Is it raining in Paris?"}]
+    choice = {"type": "tool", "name": "get_weather"}
+    asked = {"messages": messages, "tools": [WEATHER], "tool_choice": choice}
+    reply = ask(client, **asked)
+    (call,) = reply.content
+    assert (call.type, call.name, reply.stop_reason) == ("tool_use", "get_weather", "tool_use")
+    assert isinstance(call.input["city"], str)
+    with client.messages.stream(
+        model=MODEL, max_tokens=60, extra_body={"temperature": 0}, **asked
+    ) as stream:
+        assert stream.get_final_message().content[0].input == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "It rains."}
+    messages += [
+        {"role": "assistant", "content": reply.content},
+        {"role": "user", "content": [result]},
+    ]
+    answer = ask(client, messages=messages, tools=[WEATHER])
+    assert answer.content and answer.usage.input_tokens > 0
+
+
+class City(BaseModel):
+    name: str = Field(max_length=20)
+    country: str = Field(max_length=20)
+
+
+def test_structured_output(client: Any) -> None:
+    reply = client.messages.parse(
+        model=MODEL, max_tokens=100, messages=QUESTION, output_format=City
+    )
+    assert isinstance(reply.parsed_output, City)
+
+
+def test_counted_tokens(client: Any) -> None:
+    counted = client.messages.count_tokens(model=MODEL, messages=QUESTION, tools=[WEATHER])
+    usage = ask(client, tools=[WEATHER], max_tokens=1).usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_errors_have_their_types(client: Any) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        ask(client, model="another")
+    with pytest.raises(anthropic.BadRequestError, match="messages must have at least one"):
+        ask(client, messages=[])
+    assert ask(client, thinking={"type": "disabled"}).content
+
+
+def test_an_agent_with_a_changing_header_line_keeps_its_prefix(client: Any) -> None:
+    messages: list[Any] = []
+    before = 0
+    for turn in range(10):
+        nonce = f"x-anthropic-billing-header: cc_version=2.1.{turn}; cch={turn * 7919:05x};"
+        system = [
+            {"type": "text", "text": nonce},
+            {"type": "text", "text": "You are an agent that answers in one sentence. " * 10},
+        ]
+        messages.append({"role": "user", "content": f"What is {turn} plus {turn}?"})
+        reply = ask(client, system=system, messages=messages, tools=[WEATHER], max_tokens=24)
+        cached = reply.usage.cache_read_input_tokens
+        assert cached >= 0.95 * before, (turn, cached, before)
+        before = cached + reply.usage.input_tokens
+        messages.append({"role": "assistant", "content": reply.content})
+
+
+def test_every_field_of_the_client_is_known() -> None:
+    known = {field.name for field in MESSAGES} | set(MessagesRequest.__struct_fields__)
+    for params in (
+        message_create_params.MessageCreateParamsBase,
+        message_count_tokens_params.MessageCountTokensParams,
+        beta_create_params.MessageCreateParamsBase,
+    ):
+        assert set(get_type_hints(params)) - known == set()

@@ -1,0 +1,98 @@
+"""Ollama's client with the embedded model: chats, streams, tools, structured output, the model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ollama", reason="ollama is not installed: run `make test-clients`")
+
+import ollama
+from ollama._types import ChatRequest, GenerateRequest, Options
+
+from octavo.serve.api.ollama_api import OPTIONS
+from octavo.serve.api.protocol import Common
+from octavo.serve.api.request_fields import OLLAMA
+from tests.serve.running import Running
+from tests.serve.test_ollama import IGNORED_OPTIONS
+
+pytestmark = pytest.mark.slow
+
+MODEL = "smollm2"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = {"temperature": 0, "num_predict": 60}
+
+
+@pytest.fixture(scope="module")
+def client(embedded: Running) -> Any:
+    return ollama.Client(host=embedded.url)
+
+
+def test_a_chat_and_its_stream(client: Any) -> None:
+    whole = client.chat(MODEL, messages=QUESTION, options=GREEDY)
+    assert "Paris" in whole.message.content and whole.done_reason == "stop"
+    parts = list(client.chat(MODEL, messages=QUESTION, options=GREEDY, stream=True))
+    assert "".join(part.message.content for part in parts) == whole.message.content
+    assert parts[-1].done and parts[-1].eval_count == whole.eval_count
+
+
+def test_generate(client: Any) -> None:
+    answer = client.generate(MODEL, "What is the capital of France?", options=GREEDY)
+    assert "Paris" in answer.response
+    raw = client.generate(MODEL, "The capital of France is", raw=True, options=GREEDY)
+    assert "Paris" in raw.response
+    pieces = client.generate(MODEL, "Say hello.", options=GREEDY, stream=True)
+    assert "".join(piece.response for piece in pieces)
+
+
+def test_tools_and_their_results(client: Any) -> None:
+    def get_weather(city: str) -> str:
+        """The weather in a city.
+
+        Args:
+          city: the name of the city
+        """
+        return f"It rains in {city}."
+
+    call = {"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+    messages = [
+        {"role": "user", "content": "Is it raining in Paris?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_name": "get_weather", "content": get_weather("Paris")},
+    ]
+    reply = client.chat(MODEL, messages=messages, tools=[get_weather], options=GREEDY)
+    assert reply.message.content or reply.message.tool_calls
+
+
+def test_structured_output(client: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+    }
+    reply = client.chat(MODEL, messages=QUESTION, format=schema, options=GREEDY)
+    assert "city" in json.loads(reply.message.content)
+
+
+def test_the_model(client: Any) -> None:
+    assert [model.model for model in client.list().models] == [MODEL]
+    assert [model.model for model in client.ps().models] == [MODEL]
+    shown = client.show(MODEL)
+    assert "completion" in shown.capabilities and shown.details.format
+
+
+def test_errors(client: Any) -> None:
+    with pytest.raises(ollama.ResponseError, match="does not serve the model") as caught:
+        client.chat("another", messages=QUESTION)
+    assert caught.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="computes no embeddings"):
+        client.embed(MODEL, "x")
+
+
+def test_every_field_of_the_client_is_known() -> None:
+    known = {field.name for field in OLLAMA} | set(Common.__struct_fields__)
+    assert {*ChatRequest.model_fields, *GenerateRequest.model_fields} - known == set()
+    refused = {"repeat_last_n", "tfs_z", "typical_p", "mirostat"}
+    assert set(Options.model_fields) == {*IGNORED_OPTIONS.split(), *OPTIONS, *refused} - {"min_p"}

@@ -1,0 +1,92 @@
+"""OpenAI's agents over the Responses API, with the embedded model: runs, streams, tools, output
+types."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("agents", reason="openai-agents is not installed: run `make test-clients`")
+
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from openai import AsyncOpenAI
+from pydantic import BaseModel, Field
+
+from tests.serve.running import Running
+
+pytestmark = pytest.mark.slow
+set_tracing_disabled(True)
+
+QUESTION = "What is the capital of France?"
+
+
+def agent(embedded: Running, **options: Any) -> Any:
+    client = AsyncOpenAI(base_url=f"{embedded.url}/v1", api_key="unused", max_retries=0)
+    settings = {"temperature": 0, "max_tokens": 60, **options.pop("settings", {})}
+    return Agent(
+        name="helper",
+        model=OpenAIResponsesModel(model="smollm2", openai_client=client),
+        model_settings=ModelSettings(**settings),
+        **options,
+    )
+
+
+def test_a_run_and_its_stream(embedded: Running) -> None:
+    whole = asyncio.run(Runner.run(agent(embedded, instructions="Be brief."), QUESTION))
+    assert "Paris" in whole.final_output
+
+    async def streamed() -> tuple[str, list[str]]:
+        run = Runner.run_streamed(agent(embedded, instructions="Be brief."), QUESTION)
+        kinds = [event.data.type async for event in run.stream_events() if hasattr(event, "data")]
+        return run.final_output, kinds
+
+    output, kinds = asyncio.run(streamed())
+    assert output == whole.final_output and "response.completed" in kinds
+
+
+def test_a_tool_is_called(embedded: Running) -> None:
+    cities: list[str] = []
+
+    @function_tool
+    def get_weather(city: str) -> str:
+        """The weather in a city."""
+        cities.append(city)
+        return "It rains."
+
+    helper = agent(
+        embedded,
+        tools=[get_weather],
+        tool_use_behavior="stop_on_first_tool",
+        settings={"tool_choice": "get_weather"},
+    )
+    found = asyncio.run(Runner.run(helper, "Is it raining in Paris?"))
+    assert cities and found.final_output == "It rains."
+
+
+class City(BaseModel):
+    name: str = Field(max_length=20)
+
+
+def test_an_output_type(embedded: Running) -> None:
+    found = asyncio.run(Runner.run(agent(embedded, output_type=City), QUESTION))
+    assert isinstance(found.final_output, City)
+
+
+def test_a_run_continues_a_stored_response(embedded: Running) -> None:
+    async def two_turns() -> Any:
+        helper = agent(embedded)
+        first = await Runner.run(helper, QUESTION)
+        return await Runner.run(
+            helper, "Say it again.", previous_response_id=first.last_response_id
+        )
+
+    assert asyncio.run(two_turns()).final_output
