@@ -8,7 +8,7 @@ A pair of comments in a page marks a table. The lines between them are replaced:
     <!-- table: throughput results/throughput-llama-8b.json -->
     <!-- end table -->
 
-A result file is what `octavo bench ... --json FILE` writes.
+A result file is what `octavo bench ... --json FILE` or tests/clients/measure_routers.py writes.
 """
 
 from __future__ import annotations
@@ -69,6 +69,64 @@ def latency(results: list[Result]) -> str:
     return markdown(columns, rows) + source(results)
 
 
+def router_latency(results: list[Result]) -> str:
+    """Return the latency of tests/clients/measure_routers.py, with a row for each router."""
+    rows = [
+        [
+            line["router"],
+            f"{line['ratio']:.2f}",
+            f"{line['median_ms']:.1f}",
+            f"{line['p90_ms']:.1f}",
+        ]
+        for result in results
+        for line in result["latency"]
+    ]
+    columns = ["router", "median, relative to no router", "median, ms", "p90, ms"]
+    return markdown(columns, rows) + source(results)
+
+
+def router_policies(results: list[Result]) -> str:
+    """Return the hit rate and the balance of each router and policy."""
+    rows = [
+        [
+            line["router"],
+            f"`{line['policy']}`",
+            f"{line['hit_rate']:.0%}",
+            f"{line['busiest_share']:.0%}",
+        ]
+        for result in results
+        for line in result["policies"]
+    ]
+    columns = [
+        "router",
+        "policy",
+        "prompt tokens found in the cache",
+        "requests of the busier worker",
+    ]
+    return markdown(columns, rows) + source(results)
+
+
+def router_kill(results: list[Result]) -> str:
+    """Return what clients see when one of two workers is killed, with a row for each router."""
+    rows = [
+        [
+            line["router"],
+            f"{line['failed']} of {line['requests']}",
+            f"{line['last_failure_s']:.1f}" if line["failed"] else "none",
+            f"{line['slowest_ms'] / line['median_before_ms']:.0f}",
+        ]
+        for result in results
+        for line in result["kill"]
+    ]
+    columns = [
+        "router",
+        "requests that failed after the kill",
+        "last failure, s after the kill",
+        "slowest request, relative to the median before",
+    ]
+    return markdown(columns, rows) + source(results)
+
+
 def source(results: list[Result]) -> str:
     """Return a line that says when, where and at which commit the results were measured."""
     origins = []
@@ -79,7 +137,13 @@ def source(results: list[Result]) -> str:
     return "\nMeasured " + "; ".join(dict.fromkeys(origins)) + ".\n"
 
 
-KINDS: dict[str, Callable[[list[Result]], str]] = {"throughput": throughput, "latency": latency}
+KINDS: dict[str, Callable[[list[Result]], str]] = {
+    "throughput": throughput,
+    "latency": latency,
+    "router-latency": router_latency,
+    "router-policies": router_policies,
+    "router-kill": router_kill,
+}
 
 
 def fill(text: str) -> str:
