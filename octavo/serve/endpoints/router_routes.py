@@ -25,7 +25,7 @@ async def server_info(exchange: Exchange) -> None:
         "model_path": config.name,
         "served_model_name": config.name,
         "version": __version__,
-        "tp_size": 1,
+        "tp_size": config.engine.tensor_parallel_size,
         "dp_size": 1,
         "disaggregation_mode": "null",
         "dtype": loaded.dtype,
