@@ -53,6 +53,7 @@ pytestmark = pytest.mark.slow
 # The other work on this machine, before the tests begin, makes everything slower.
 SLOWDOWN = max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
 RECOVERY_SECONDS = 30 * SLOWDOWN
+REPLICA_PROCESS = b"ray::ServeReplica:octavo:Replica"
 REPLICA = re.compile(r'replica="(\w+)"')
 
 
@@ -103,10 +104,10 @@ def descendants(pid: int) -> Iterator[int]:
                 yield from descendants(int(child))
 
 
-def pids_of(running: Running, text: bytes) -> list[int]:
-    """The processes of the cluster whose command line has this text."""
+def pids_below(parent: int, text: bytes) -> list[int]:
+    """The processes below this one whose command line has this text."""
     found = []
-    for pid in descendants(running.process.pid):
+    for pid in descendants(parent):
         with contextlib.suppress(OSError):
             if text in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
@@ -114,11 +115,11 @@ def pids_of(running: Running, text: bytes) -> list[int]:
 
 
 def replica_pids(running: Running) -> list[int]:
-    return pids_of(running, b"ray::ServeReplica:octavo:Replica")
+    return pids_below(running.process.pid, REPLICA_PROCESS)
 
 
 def engine_pids(running: Running) -> list[int]:
-    return pids_of(running, b"octavo.serve.engine.engine_process")
+    return pids_below(running.process.pid, b"octavo.serve.engine.engine_process")
 
 
 def replicas(running: Running) -> set[str]:
@@ -345,3 +346,43 @@ def test_the_limits_of_a_key_hold_for_all_replicas(tmp_path: Path) -> None:
             found.post("/v1/completions", body, headers=headers).status_code for _ in range(10)
         ]
         assert statuses[:6] == [200] * 6 and 429 in statuses[6:]
+
+
+CONFIG = """
+proxy_location: Disabled
+applications:
+  - name: octavo
+    route_prefix: null
+    import_path: octavo.serve.ray_serve.deploy:build_app
+    args: {model: MODEL, served_model_name: [tiny], port: PORT, replicas: 2, max_model_len: 1024}
+"""
+
+
+def test_a_config_file_of_ray_serve_and_two_nodes(tmp_path: Path) -> None:
+    """Each node has one core, so there is one replica on each."""
+    from ray.cluster_utils import Cluster
+
+    port = free_port()
+    config = tmp_path / "octavo.yaml"
+    config.write_text(CONFIG.replace("MODEL", tiny.model_dir()).replace("PORT", str(port)))
+    log = tmp_path / "ray.log"
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    nodes.add_node(num_cpus=1)
+    argv = [sys.executable, "-m", "ray.serve.scripts", "run", str(config)]
+    with open(log, "w") as out:
+        process = subprocess.Popen(
+            [*argv, "--address", nodes.address], cwd=ROOT, stdout=out, stderr=out, text=True
+        )
+    running = Running(process, port, log, tmp_path)
+    try:
+        running.wait("/readyz", seconds=400)
+        wait_for_replicas(running, 2)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: running.complete(max_tokens=32), range(32)))
+        assert min(counts(running).values()) > 0
+        # Each node has a raylet, which is the parent of its processes.
+        raylets = pids_below(os.getpid(), b"raylet/raylet")
+        assert [len(pids_below(raylet, REPLICA_PROCESS)) for raylet in raylets] == [1, 1]
+    finally:
+        running.stop(signal.SIGINT, seconds=100)
+        nodes.shutdown()

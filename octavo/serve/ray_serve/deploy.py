@@ -23,6 +23,7 @@ from ray.serve.handle import DeploymentHandle
 
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
+from octavo.option_declaration import flag_of
 from octavo.serve.limits import Limits
 from octavo.serve.ray_serve.endpoint import ClusterEndpoint
 from octavo.serve.ray_serve.ray_options import RayOptions
@@ -37,6 +38,8 @@ LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 # A replica that dies is replaced after this time, and its router learns of an engine's restart.
 CHECK_SECONDS = 2.0
 SHUTDOWN_SECONDS = 10.0  # The processes of a deployment have this time to end, after draining.
+# Options of ports, which several replicas on one node would have to share.
+NOT_ON_RAY = ("grpc_port", "health_port", "kv_events_config")
 PREFIX_ROUTER = "octavo.serve.ray_serve.prefix_router:PrefixRouter"
 ROUND_ROBIN_ROUTER = "ray.serve.experimental.round_robin_router:RoundRobinRouter"
 LOAD_POLICY = "octavo.serve.ray_serve.scaling:LoadPolicy"
@@ -95,10 +98,10 @@ class RayEndpoint(ClusterEndpoint):
 
 def application_of(config: ServeConfig, options: RayOptions) -> serve.Application:
     """Return the application: an endpoint on the head node, and replicas on any node."""
-    if config.grpc_port is not None or config.health_port is not None:
-        raise InvalidRequest(
-            "--grpc-port and --health-port cannot be used with --ray: remove them", "grpc_port"
-        )
+    for name in NOT_ON_RAY:
+        if getattr(config, name) is not None:
+            flag = flag_of(ServeConfig, name)
+            raise InvalidRequest(f"{flag} cannot be used with --ray: remove {flag}", name)
     stopping = config.drain_timeout + SHUTDOWN_SECONDS
     replicas = serve.deployment(
         RayReplica,
@@ -189,9 +192,13 @@ def build_app(args: dict[str, Any]) -> serve.Application:
 def run(config: ServeConfig, options: RayOptions, say: Callable[[int], None]) -> None:
     """Serve until a signal arrives. `say` is called with the port when the replicas are ready."""
     stopped = threading.Event()
-    started_cluster = connect(options)
+    connect(options)
     try:
         serve.start(proxy_location="Disabled", logging_config=LOGGING)
+        if APPLICATION in serve.status().applications:
+            raise ServeError(
+                "this Ray cluster serves Octavo already: stop that server, or use another cluster"
+            )
         try:
             handle = serve.run(
                 application_of(with_absolute_paths(config), options),
@@ -206,32 +213,24 @@ def run(config: ServeConfig, options: RayOptions, say: Callable[[int], None]) ->
         stopped.wait()
         handle.drain.remote().result()
         serve.delete(APPLICATION)
-        if started_cluster:
-            serve.shutdown()
     finally:
         ray.shutdown()
 
 
-def connect(options: RayOptions) -> bool:
-    """Connect to a Ray cluster. Returns whether this call has started the cluster."""
+def connect(options: RayOptions) -> None:
+    """Connect to the Ray cluster of the options, or start one on this machine."""
     address = options.ray_address or os.environ.get("RAY_ADDRESS")
-    quiet = {"logging_level": logging.WARNING, "log_to_driver": True}
     if address is None:
-        try:
-            ray.init(address="auto", **quiet)
-        except ConnectionError:
-            # By default Ray gives its processes, and so the engine, a low priority.
-            os.environ.setdefault("RAY_worker_niceness", "0")
-            ray.init(address="local", include_dashboard=False, **quiet)
-            return True
-        return False
+        # By default Ray gives its processes, and so the engine, a low priority.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+        return
     try:
-        ray.init(address=address, **quiet)
+        ray.init(address=address, logging_level=logging.WARNING)
     except ConnectionError:
         raise ServeError(
             f"there is no Ray cluster at {address}: start one with ray start --head"
         ) from None
-    return False
 
 
 def with_absolute_paths(config: ServeConfig) -> ServeConfig:

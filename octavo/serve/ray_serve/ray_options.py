@@ -133,8 +133,7 @@ class RayOptions:
     ray_address: Annotated[
         str | None,
         Option(
-            "Address of a Ray cluster. Default: RAY_ADDRESS, a cluster on this machine, or a new "
-            "one.",
+            "Address of a Ray cluster. Default: RAY_ADDRESS, or a new cluster on this machine.",
             "Ray",
             metavar="ADDRESS",
             check=address,
