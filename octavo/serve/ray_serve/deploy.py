@@ -7,6 +7,7 @@ A config file of Ray Serve names `octavo.serve.ray_serve.deploy:build_app` as it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from octavo.engine_options import EngineOptions
@@ -211,7 +213,8 @@ def run(config: ServeConfig, options: RayOptions, say: Callable[[int], None]) ->
             signal.signal(number, lambda *_: stopped.set())
         say(handle.listening_port.remote().result())
         stopped.wait()
-        handle.drain.remote().result()
+        with contextlib.suppress(RayError, RayServeException):  # The endpoint may be lost.
+            handle.drain.remote().result()
         serve.delete(APPLICATION)
     finally:
         ray.shutdown()
