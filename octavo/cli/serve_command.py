@@ -58,7 +58,8 @@ def serve_on_ray(config: ServeConfig, options: RayOptions) -> None:
 
     def say(port: int) -> None:
         address = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
-        print(f"{config.name}: {options.replicas} replicas\nready:   {address}/v1", flush=True)
+        count = f"{options.replicas} replica" + ("" if options.replicas == 1 else "s")
+        print(f"{config.name}: {count}\nready:   {address}/v1", flush=True)
 
     run(config, options, say)
 
