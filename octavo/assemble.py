@@ -26,6 +26,7 @@ from octavo.config import (
     ModelConfig,
     ScheduleConfig,
     SpeculativeConfig,
+    VllmConfig,
 )
 from octavo.core.bounded_kv import check_kv_eviction
 from octavo.core.engine import Engine
@@ -64,6 +65,7 @@ from octavo.runner.disk import Disk
 from octavo.runner.drafter import Drafter, DraftModel, EarlyExit
 from octavo.runner.head_drafter import HeadDrafter
 from octavo.runner.kvstore import KVStore
+from octavo.runner.logits_processors import LogitsPipeline, load_processors
 from octavo.runner.ranks import RankedRunner, Ranks
 from octavo.runner.runner import Runner
 from octavo.runner.shapes import RunnerLimits, held_logits
@@ -583,6 +585,11 @@ def build_runner(
         canary=canary,
         drafter=build_drafter(loaded, resolved, kv),
     )
+    if options.logits_processors:
+        config = VllmConfig(model.config, schedule, resolved.cache)
+        runner.logits_pipeline = LogitsPipeline(
+            load_processors(options.logits_processors, config, loaded.device)
+        )
     return runner, resolved
 
 

@@ -180,6 +180,15 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class VllmConfig:
+    """What a logits processor is told of the engine, under vLLM's names."""
+
+    model_config: ModelConfig
+    scheduler_config: ScheduleConfig
+    cache_config: CacheConfig
+
+
+@dataclass(frozen=True)
 class ProfilerConfig:
     """Where LLM.start_profile writes its trace, and which steps the trace has."""
 

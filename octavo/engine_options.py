@@ -102,6 +102,12 @@ def json_object(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def class_list(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequest(f"{name} must be a list of classes, got {value!r:.60}", name)
+    return tuple(value)
+
+
 def profiler_settings(name: str, value: Any) -> ProfilerConfig:
     """Return the settings. Of a dictionary, vLLM's other fields have no effect."""
     if isinstance(value, ProfilerConfig):
@@ -462,6 +468,8 @@ class EngineOptions:
         ),
     ] = None
 
+    # Classes, or their names as package.module:Class (octavo/runner/logits_processors.py).
+    logits_processors: Annotated[tuple[Any, ...], Option(check=class_list)] = ()
     profiler_config: Annotated[ProfilerConfig | None, Option(check=profiler_settings)] = None
 
     # Control tokens such as <|im_start|> in a text prompt are tokens. False: they are characters.
@@ -484,6 +492,8 @@ class EngineOptions:
                 "speculative_config needs KV that is kept whole: leave out kv_eviction",
                 "speculative_config",
             )
+        if self.logits_processors:
+            self.check_logits_processors()
         if self.piggyback_tokens and (self.batching, self.scheduling_policy) != (
             "continuous",
             "fcfs",
@@ -492,6 +502,19 @@ class EngineOptions:
                 "piggyback_tokens has no effect here: it needs batching continuous and "
                 "scheduling_policy fcfs. Leave it out",
                 "piggyback_tokens",
+            )
+
+    def check_logits_processors(self) -> None:
+        """Raise InvalidRequest if logits processors cannot work with the other options."""
+        conflicts = {
+            "speculative_config": self.speculative_config is not None,
+            "kv_eviction": self.kv_eviction != "none",
+            "tensor_parallel_size": self.tensor_parallel_size > 1,
+        }
+        for name in (name for name, given in conflicts.items() if given):
+            raise InvalidRequest(
+                f"logits_processors do not work with {name}: leave out one of them",
+                "logits_processors",
             )
 
     @property
@@ -579,6 +602,7 @@ class EngineKeywords(TypedDict, total=False):
     piggyback_tokens: int | None
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None
     record_trace: str | os.PathLike[str] | None
+    logits_processors: tuple[Any, ...] | list[Any]
     profiler_config: ProfilerConfig | dict[str, Any] | None
 
 

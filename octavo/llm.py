@@ -52,8 +52,9 @@ from octavo.request_loop import RequestLoop, no_garbage_collection
 from octavo.runner.ranks import Ranks
 from octavo.runner.runner import Runner
 from octavo.text.guide import Guides
+from octavo.text.replay_guide import ReplayGuide
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Request
+from octavo.types import Guide, Request
 from octavo.warm_up import warm_up
 
 log = logging.getLogger(__name__)
@@ -458,6 +459,9 @@ class LLM:
                 "sampling_params",
             )
         params.validate()
+        if params.logits_processors:
+            self.options.check_logits_processors()
+        self.runner.logits_pipeline.validate(params)
         if params.stop and self.tokenizer is None:
             raise InvalidRequest(
                 "stop strings need a tokenizer: drop skip_tokenizer_init or use stop_token_ids",
@@ -479,9 +483,12 @@ class LLM:
                 'priority has no effect here: make the LLM with scheduling_policy="priority"',
                 "priority",
             )
-        guide = None
+        guide: Guide | None = None
         if params.structured_outputs is not None:
             guide = self.guides.compile(params.structured_outputs)
+        if params.trace_decode_token_ids is not None:
+            params.check_vocabulary(self.config.vocab_size)
+            guide = ReplayGuide(params.trace_decode_token_ids, self.config.vocab_size)
         if request_id is None:
             request_id = str(self._num_requests)
             self._num_requests += 1

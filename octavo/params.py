@@ -330,6 +330,12 @@ class SamplingParams:
     # of beams: a text ranks by the sum of its logprobs / its length ** this
     length_penalty: float = 1.0
     early_stopping: bool | str = False  # of beams, as in transformers: True, False or "never"
+    # Functions (output tokens, logits) -> logits, which LLM calls before each token. They may take
+    # the prompt's tokens as a first argument.
+    logits_processors: list[Any] | None = None
+    extra_args: dict[str, Any] | None = None  # Logits processors of the engine read them.
+    # The tokens of a known reply, which are generated instead of sampled ones.
+    trace_decode_token_ids: list[int] | None = None
     # Only LLMEngine and AsyncLLM return outputs before a reply is complete.
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     guided_decoding: StructuredOutputs | None = None  # vLLM's older name of structured_outputs
@@ -441,6 +447,20 @@ class SamplingParams:
                     "left: change one of the two",
                     "logit_bias",
                 )
+        if self.trace_decode_token_ids is not None:
+            name = "trace_decode_token_ids"
+            self.trace_decode_token_ids = check_token_ids(name, self.trace_decode_token_ids)
+            if not self.trace_decode_token_ids or self.structured_outputs is not None:
+                raise InvalidRequest(
+                    f"{name} must have at least one token, and excludes structured_outputs", name
+                )
+            self.max_tokens = len(self.trace_decode_token_ids)
+            self.ignore_eos = True
+            self.stop_token_ids = []
+        if any(not callable(function) for function in self.logits_processors or ()):
+            raise InvalidRequest(
+                "logits_processors must be a list of functions", "logits_processors"
+            )
         if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
             raise InvalidRequest(
                 "repetition_detection must be a RepetitionDetectionParams", "repetition_detection"
@@ -518,7 +538,13 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequest if a token id is outside the vocabulary of the model."""
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        for name in (
+            "stop_token_ids",
+            "logit_bias",
+            "allowed_token_ids",
+            "logprob_token_ids",
+            "trace_decode_token_ids",
+        ):
             for t in getattr(self, name) or ():
                 if not 0 <= t < vocab_size:
                     raise InvalidRequest(

@@ -10,16 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import octavo
 from octavo import LLM, AsyncEngineArgs, EngineArgs, LLMEngine, SamplingParams
 from octavo.compat.async_llm import AsyncLLM
 from octavo.compat.engine_args import FlexibleArgumentParser
 from octavo.compat.vllm_modules import MISSING, MODULES
+from octavo.config import VllmConfig
 from octavo.errors import InvalidRequest
 from octavo.llm import MISSING_METHODS
 from octavo.llm_metrics import Counter, Gauge, HistogramMetric, Vector
 from octavo.params import GuidedDecodingParams, RequestOutputKind
+from octavo.runner.logits_processors import (
+    AdapterLogitsProcessor,
+    BatchUpdate,
+    LogitsProcessor,
+    process_dict_updates,
+)
 from tests import tiny
 
 MESSAGES = [{"role": "user", "content": "Say hello."}]
@@ -144,6 +152,108 @@ def test_a_profile_is_written_to_the_directory(tmp_path: Path) -> None:
 def test_a_profile_needs_a_directory(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="profiler_config"):
         llm.start_profile()
+
+
+# ---- logits --------------------------------------------------------------------------------------
+
+
+class OnlyTarget(LogitsProcessor):
+    """Allows only the token that extra_args names."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
+        assert vllm_config.scheduler_config.max_num_seqs == 4
+        self.targets: dict[int, int] = {}
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        if not isinstance((sampling_params.extra_args or {}).get("target", 0), int):
+            raise ValueError("target must be a token")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(
+            self.targets,
+            batch_update,
+            lambda params, prompt, output: (params.extra_args or {}).get("target"),
+        )
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, token in self.targets.items():
+            kept = logits[row, token].clone()
+            logits[row] = -torch.inf
+            logits[row, token] = kept
+        return logits
+
+
+class CountUp(AdapterLogitsProcessor):
+    """Makes the n-th token of every sequence the token n."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+        return count_up
+
+
+def count_up(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits[len(output)] = 1e4
+    return logits
+
+
+def test_logits_processors_of_the_engine_change_the_requests_that_ask(llm: LLM) -> None:
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    plain = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy())]
+    changed = LLM(progress=False, **options(logits_processors=[OnlyTarget]))
+    params = [greedy(extra_args={"target": 7}), greedy(), greedy(extra_args={"target": 9})]
+    outputs = changed.generate(prompts, params, use_tqdm=False)
+    found = [output.outputs[0].token_ids for output in outputs]
+    assert found == [[7] * 6, plain[1], [9] * 6]
+    again = changed.generate(prompts, greedy(), use_tqdm=False)  # The slots are used again.
+    assert [output.outputs[0].token_ids for output in again] == plain
+    with pytest.raises(InvalidRequest, match="target must be a token"):
+        changed.generate(prompts, greedy(extra_args={"target": "x"}))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_logits_processors_see_the_tokens_so_far(depth: int) -> None:
+    name = f"{__name__}:CountUp"
+    counting = LLM(progress=False, **options(logits_processors=[name], depth=depth))
+    (output,) = counting.generate([[50, 60]], greedy(), use_tqdm=False)
+    assert output.outputs[0].token_ids == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_request_has_logits_processors_of_its_own(llm: LLM) -> None:
+    def last_of_prompt(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[prompt[-1]] = 1e4
+        return logits
+
+    params = [greedy(logits_processors=[count_up]), greedy(logits_processors=[last_of_prompt])]
+    outputs = llm.generate([[50, 60], [50, 60]], params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [[0, 1, 2, 3, 4, 5], [60] * 6]
+
+
+def test_logits_processors_that_cannot_work_are_refused() -> None:
+    for given in (["no.such:Class"], [dict]):
+        with pytest.raises(InvalidRequest, match="logits processor|LogitsProcessor"):
+            LLM(progress=False, **options(logits_processors=given))
+    with pytest.raises(InvalidRequest, match="do not work with speculative_config"):
+        LLM(**options(logits_processors=[CountUp], speculative_config="ngram"))
+
+
+def test_a_known_reply_is_replayed_with_its_logprobs(llm: LLM) -> None:
+    whole = llm.generate([[1, 2, 3]], greedy(logprobs=1), use_tqdm=False)[0].outputs[0]
+    tokens = [*whole.token_ids[:3], 256, 5]  # 256 is the end of text.
+    params = SamplingParams(trace_decode_token_ids=tokens, logprobs=1)
+    replayed = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0]
+    assert replayed.token_ids == tokens
+    assert whole.logprobs is not None and replayed.logprobs is not None
+    first = tokens[0]
+    expected = whole.logprobs[0][first].logprob
+    assert replayed.logprobs[0][first].logprob == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(InvalidRequest, match="trace_decode_token_ids"):
+        llm.generate([[1]], SamplingParams(trace_decode_token_ids=[10**6]))
 
 
 # ---- EngineArgs ----------------------------------------------------------------------------------

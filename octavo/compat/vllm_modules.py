@@ -19,6 +19,7 @@ ENVIRONMENT = "octavo.compat.environment"
 METRICS = "octavo.llm_metrics"
 PARAMS = "octavo.params"
 PROMPTS = "octavo.compat.prompts"
+PROCESSORS = "octavo.runner.logits_processors"
 
 # vLLM's module, and for each of its names the module of Octavo that has it.
 MODULES: dict[str, dict[str, str]] = {
@@ -52,6 +53,15 @@ MODULES: dict[str, dict[str, str]] = {
         "Histogram": f"{METRICS}:HistogramMetric",
         "Vector": METRICS,
     },
+    "octavo.v1.sample": {},
+    "octavo.v1.sample.logits_processor": {
+        "LogitsProcessor": PROCESSORS,
+        "AdapterLogitsProcessor": PROCESSORS,
+        "RequestLogitsProcessor": PROCESSORS,
+        "BatchUpdate": PROCESSORS,
+        "MoveDirectionality": PROCESSORS,
+    },
+    "octavo.v1.sample.logits_processor.builtin": {"process_dict_updates": PROCESSORS},
     "octavo.utils": {
         "FlexibleArgumentParser": ENGINE_ARGS,
         "get_open_port": ENVIRONMENT,

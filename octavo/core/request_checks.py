@@ -87,6 +87,8 @@ def _stop_ids(request: Request, eos_ids: frozenset[int]) -> frozenset[int]:
     params = request.params
     # A guide decides itself when its text ends, so ignore_eos does not apply to it.
     ignores_eos = params.ignore_eos and request.guide is None
+    if params.trace_decode_token_ids is not None:  # the replay ends with its last token
+        ignores_eos = True
     stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if ignores_eos else eos_ids)
     params.check_min_tokens(stop_ids)
     return stop_ids

@@ -84,7 +84,11 @@ def is_special(new: NewSlot) -> bool:
     params = new.params
     is_filtered = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     changes_logits = (
-        params.has_penalties or params.logit_bias or params.allowed_token_ids or params.min_tokens
+        params.has_penalties
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.min_tokens
+        or params.logits_processors
     )
     return bool(is_filtered or changes_logits or new.num_logprobs is not None)
 

@@ -23,6 +23,7 @@ from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.canary import Canary
 from octavo.runner.drafter import Drafter, Observed
 from octavo.runner.kvstore import KVStore
+from octavo.runner.logits_processors import LogitsPipeline
 from octavo.runner.sampler import (
     RequestedLogprobs,
     SampleJob,
@@ -169,6 +170,7 @@ class Runner:
         )
         self.canary = canary
         self.drafter = drafter
+        self.logits_pipeline = LogitsPipeline()
         self.graphs: StepGraphs | None = None
         if use_graphs:
             from octavo.runner.graphs import StepGraphs
@@ -223,6 +225,7 @@ class Runner:
     def _launch_step(self, plan: Plan, timer: StepTimer | None = None) -> StepHandle:
         """Launch everything of a step but its stores. Three ways: a decode graph, a mixed graph, or
         the kernels one by one."""
+        self.logits_pipeline.add(plan.new_slots)
         watched: list[int] = []
         if self.batch_slots.is_bounded:
             watched = [index for index, item in enumerate(plan.items) if item.wants_attention_mass]
@@ -414,7 +417,8 @@ class Runner:
         has these rows or, from a graph, one row for each item."""
         batch_slots = self.batch_slots
         slots = [plan.items[index].slot for index in item_of_row]
-        if plan.token_masks or not batch_slots.special_slots.isdisjoint(slots):
+        is_special = plan.token_masks or self.logits_pipeline.processors
+        if is_special or not batch_slots.special_slots.isdisjoint(slots):
             return self._sample_special(plan, item_of_row, forward, prompt_logprobs)
         tokens = forward.tokens
         if tokens is None:
@@ -463,6 +467,9 @@ class Runner:
         wanting = sent[requested_indices].long()
         raw_logits = forward.logits[wanting] if requested.items else None  # before adjust()
         forward = forward._replace(logits=forward.logits.float())
+        if self.logits_pipeline.is_wanted(slots):
+            logits = self.logits_pipeline.apply(forward, slots, batch_slots)
+            forward = forward._replace(logits=logits)
         adjusted = forward._replace(logits=adjust(forward, job, batch_slots, sent))
         tokens = choose(adjusted, batch_slots, self.model.ops)
         handle = StepHandle(items, Download(tokens), prompt_logprobs=prompt_logprobs)

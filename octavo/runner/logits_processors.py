@@ -1,0 +1,222 @@
+"""Code of the user's that changes logits before a token is chosen. The classes are those of vLLM.
+
+    LogitsProcessor          changes the logits of all sequences of a step; LLM(logits_processors=)
+    AdapterLogitsProcessor   makes a LogitsProcessor of functions for single sequences
+    LogitsPipeline           calls them, and the functions in SamplingParams(logits_processors=)
+
+A row of the logits is a batch slot, so the row of a sequence stays the same while it runs. The
+tokens of a sequence are read from the device, which waits for the step before: such a step is slow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from octavo.config import VllmConfig
+from octavo.errors import InvalidRequest
+from octavo.params import SamplingParams
+from octavo.runner.batch import ForwardResult
+from octavo.runner.batch_slots import BatchSlots
+from octavo.types import NewSlot
+
+State = TypeVar("State")
+# (output tokens, logits) -> logits, or (prompt tokens, output tokens, logits) -> logits. [V]
+RequestLogitsProcessor = Callable[..., Tensor]
+# row, parameters, prompt tokens, output tokens; the last list grows with the sequence
+AddedRequest = tuple[int, SamplingParams, list[int], list[int]]
+
+
+class MoveDirectionality(Enum):
+    """How a sequence moves to another row. Rows of Octavo never move."""
+
+    UNIDIRECTIONAL = auto()
+    SWAP = auto()
+
+
+@dataclass(frozen=True)
+class BatchUpdate:
+    """Which sequences have begun. A sequence that ends is not reported: a new one takes its row."""
+
+    batch_size: int
+    removed: Sequence[int]
+    added: Sequence[AddedRequest]
+    moved: Sequence[tuple[int, int, MoveDirectionality]]
+
+
+class LogitsProcessor(ABC):
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raise ValueError for parameters that the processor cannot use."""
+        return None
+
+    @abstractmethod
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool): ...
+
+    @abstractmethod
+    def is_argmax_invariant(self) -> bool:
+        """Return whether greedy decoding gives the same tokens without the processor."""
+
+    @abstractmethod
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Learn which sequences have begun since the last call."""
+
+    @abstractmethod
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return the changed logits [rows, V]. They may be changed in place."""
+
+
+def process_dict_updates(
+    entries: dict[int, State],
+    batch_update: BatchUpdate | None,
+    new_state: Callable[[SamplingParams, list[int], list[int]], State | None],
+) -> bool:
+    """Keep an entry for each row whose sequence `new_state` returns one for. Returns whether
+    anything changed."""
+    if batch_update is None:
+        return False
+    before = dict(entries)
+    for row, params, prompt, output in batch_update.added:
+        state = new_state(params, prompt, output)
+        entries.pop(row, None)
+        if state is not None:
+            entries[row] = state
+    return entries != before
+
+
+class AdapterLogitsProcessor(LogitsProcessor):
+    """Calls a function of its own for each sequence that wants one."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
+        self.calls: dict[int, tuple[RequestLogitsProcessor, list[int], list[int]]] = {}
+
+    @abstractmethod
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        """Return the function for a sequence, or None."""
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        def new_call(
+            params: SamplingParams, prompt: list[int], output: list[int]
+        ) -> tuple[RequestLogitsProcessor, list[int], list[int]] | None:
+            function = self.new_req_logits_processor(params)
+            return None if function is None else (function, prompt, output)
+
+        process_dict_updates(self.calls, batch_update, new_call)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        for row, (function, prompt, output) in self.calls.items():
+            if row < len(logits):
+                logits[row] = call_processor(function, prompt, output, logits[row])
+        return logits
+
+
+def call_processor(
+    function: RequestLogitsProcessor, prompt: list[int], output: list[int], logits: Tensor
+) -> Tensor:
+    """Call a function with the tokens that it takes."""
+    if len(inspect.signature(function).parameters) == 3:
+        return function(prompt, output, logits)
+    return function(output, logits)
+
+
+def load_processors(
+    given: Sequence[Any], config: VllmConfig, device: torch.device
+) -> list[LogitsProcessor]:
+    """Make a processor of each class, which may be given as package.module:Class."""
+    made: list[LogitsProcessor] = []
+    for each in given:
+        kind = each
+        if isinstance(each, str):
+            module, _, name = each.rpartition(":" if ":" in each else ".")
+            try:
+                kind = getattr(importlib.import_module(module), name)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise InvalidRequest(
+                    f"cannot load the logits processor {each!r} ({error}): use "
+                    "package.module:Class",
+                    "logits_processors",
+                ) from None
+        if not (isinstance(kind, type) and issubclass(kind, LogitsProcessor)):
+            raise InvalidRequest(
+                f"{each!r} is not a subclass of LogitsProcessor", "logits_processors"
+            )
+        made.append(kind(config, device, device.type == "cuda"))
+    return made
+
+
+class LogitsPipeline:
+    """The processors of one runner, and the tokens of the sequences in its batch slots."""
+
+    def __init__(self, processors: Sequence[LogitsProcessor] = ()):
+        self.processors = processors
+        self._added: list[AddedRequest] = []
+        self._tokens: dict[int, tuple[list[int], list[int]]] = {}  # slot -> prompt and output
+
+    def add(self, new_slots: list[NewSlot]) -> None:
+        """Learn which sequences begin, or begin again after a preemption."""
+        for new in new_slots:
+            if self.processors or new.params.logits_processors:
+                tokens = new.tokens.tolist()
+                prompt = tokens[: new.prompt_len]
+                output = tokens[new.prompt_len :]
+                self._tokens[new.slot] = (prompt, output)
+                self._added.append((new.slot, new.params, prompt, output))
+            else:
+                self._tokens.pop(new.slot, None)
+
+    def validate(self, params: SamplingParams) -> None:
+        """Raise InvalidRequest for parameters that a processor cannot use."""
+        for processor in self.processors:
+            try:
+                processor.validate_params(params)
+            except ValueError as error:
+                raise InvalidRequest(str(error), "extra_args") from error
+
+    def is_wanted(self, slots: list[int]) -> bool:
+        return bool(self.processors) or any(slot in self._tokens for slot in slots)
+
+    def apply(self, forward: ForwardResult, slots: list[int], state: BatchSlots) -> Tensor:
+        """Return the logits of sampled items after all processors. `slots` are the items'."""
+        self._read_tokens(forward, slots, state)
+        logits = forward.logits
+        if self.processors:
+            logits = self._run_processors(logits, slots)
+        for row, slot in enumerate(slots):
+            content = state.new_slots[slot]
+            functions: list[Any] = (content and content.params.logits_processors) or []
+            for function in functions:
+                logits[row] = call_processor(function, *self._tokens[slot], logits[row])
+        return logits
+
+    def _read_tokens(self, forward: ForwardResult, slots: list[int], state: BatchSlots) -> None:
+        for slot, length in zip(slots, forward.lengths.tolist(), strict=True):
+            if slot in self._tokens:
+                prompt, output = self._tokens[slot]
+                known = len(prompt) + len(output)
+                output += state.tokens[slot, known:length].tolist()
+
+    def _run_processors(self, logits: Tensor, slots: list[int]) -> Tensor:
+        update = None
+        num_rows = max(slots) + 1
+        if self._added:
+            update = BatchUpdate(num_rows, [], self._added, [])
+            self._added = []
+        rows = torch.tensor(slots, device=logits.device)
+        by_slot = logits.new_zeros(max(num_rows, self._most_rows()), logits.shape[1])
+        by_slot[rows] = logits
+        for processor in self.processors:
+            processor.update_state(update)
+            by_slot = processor.apply(by_slot)
+        return by_slot[rows]
+
+    def _most_rows(self) -> int:
+        """A processor may index the row of any sequence that it knows."""
+        return max(self._tokens, default=0) + 1
