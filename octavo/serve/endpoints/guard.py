@@ -34,6 +34,8 @@ from octavo.serve.http.connections import Connection
 log = logging.getLogger(__name__)
 OPEN = frozenset({"/livez", "/readyz", "/startupz", "/health", *PAGE})
 KEY_PROTOCOL = "octavo-key."  # The key follows in base64url without padding.
+# Spans name the operation of these routes "chat", and of others "text_completion".
+CHAT_PATHS = ("/v1/chat", "/v1/messages", "/v1/responses", "/api/chat")
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 # Clients use these names for this machine, although they are not loopback addresses.
 LOCAL_NAMES = frozenset({"localhost", "0.0.0.0", "::"})
@@ -109,7 +111,7 @@ class Guard:
             "http.request.method": "GET" if method == "WS" else method,
             "url.scheme": scope.get("scheme", "http"),
             "gen_ai.request.id": caller.id,
-            OPERATION: "chat" if scope["path"].startswith("/v1/chat") else "text_completion",
+            OPERATION: "chat" if scope["path"].startswith(CHAT_PATHS) else "text_completion",
         }
         return tracing.begin(method, context, caller.arrival, attributes)
 
