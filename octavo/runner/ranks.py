@@ -91,9 +91,9 @@ class Ranks:
                 own_gpu = {"CUDA_VISIBLE_DEVICES": gpus[rank]} if gpus else {}
                 own_threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
                 self._start(rank, own_gpu | own_threads)
-            for rank, connection in self._connections.items():
+            for rank in self._connections:
                 start = RankStart(rank, size, store_path, device, job)
-                self._send_bytes(connection, pickle.dumps(start))
+                self._send_bytes(rank, pickle.dumps(start))
             self.receive()  # Every rank has started.
             self.group = RankGroup(store_path, 0, size, device, COLLECTIVE_TIMEOUT)
         except BaseException:
@@ -151,14 +151,14 @@ class Ranks:
         """Send a message to every rank. Raises RankLost if a rank has ended."""
         self.check()
         data = pickle.dumps(message)
-        for connection in self._connections.values():
-            self._send_bytes(connection, data)
+        for rank in self._connections:
+            self._send_bytes(rank, data)
 
-    def _send_bytes(self, connection: Connection, data: bytes) -> None:
+    def _send_bytes(self, rank: int, data: bytes) -> None:
         try:
-            connection.send_bytes(data)
+            self._connections[rank].send_bytes(data)
         except OSError:
-            raise self.loss() from None
+            raise self.loss(rank) from None
 
     def receive(self) -> list[Any]:
         """Return the next message of each rank, in order."""
@@ -167,7 +167,7 @@ class Ranks:
             try:
                 message = connection.recv()
             except (EOFError, OSError):
-                raise self.loss() from None
+                raise self.loss(rank) from None
             if isinstance(message, RankFailed):
                 raise OctavoError(f"rank {rank} cannot serve the model: {message.message}")
             messages.append(message)
@@ -187,10 +187,11 @@ class Ranks:
         """Wait until the end of a rank is noticed. A collective fails a little earlier."""
         self._lost.wait(LOSS_SECONDS)
 
-    def loss(self) -> RankLost:
-        """Return the error that names the rank that has ended."""
+    def loss(self, rank: int | None = None) -> RankLost:
+        """Return the error that names the rank that has ended. `rank` has closed its pipe."""
         self.wait_for_loss()
-        reason = self._reason or "a rank of tensor parallelism does not answer"
+        silent = "a rank" if rank is None else f"rank {rank}"
+        reason = self._reason or f"{silent} of tensor parallelism does not answer"
         return RankLost(f"{reason}. The engine has stopped: make a new one")
 
     def lose(self, reason: str) -> None:
