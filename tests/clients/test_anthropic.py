@@ -64,7 +64,7 @@ def test_a_stream_is_the_whole_reply(client: Any) -> None:
 
 
 def test_stop_sequences(client: Any) -> None:
-    reply = ask(client, stop_sequences=["Paris"])
+    reply = ask(client, system="Answer in one word.", stop_sequences=["Paris"])
     assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "Paris")
     assert "Paris" not in reply.content[0].text
 

@@ -21,7 +21,11 @@ from tests.serve.test_ollama import IGNORED_OPTIONS
 pytestmark = pytest.mark.slow
 
 MODEL = "smollm2"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+SYSTEM = "Answer in one word."
+QUESTION = [
+    {"role": "system", "content": SYSTEM},
+    {"role": "user", "content": "What is the capital of France?"},
+]
 GREEDY = {"temperature": 0, "num_predict": 60}
 
 
@@ -39,7 +43,8 @@ def test_a_chat_and_its_stream(client: Any) -> None:
 
 
 def test_generate(client: Any) -> None:
-    answer = client.generate(MODEL, "What is the capital of France?", options=GREEDY)
+    prompt = QUESTION[1]["content"]
+    answer = client.generate(MODEL, prompt, system=SYSTEM, options=GREEDY)
     assert "Paris" in answer.response
     raw = client.generate(MODEL, "The capital of France is", raw=True, options=GREEDY)
     assert "Paris" in raw.response

@@ -83,10 +83,10 @@ def test_an_output_type(embedded: Running) -> None:
 
 def test_a_run_continues_a_stored_response(embedded: Running) -> None:
     async def two_turns() -> Any:
-        helper = agent(embedded)
+        helper = agent(embedded, output_type=City)  # The output type bounds the replies.
         first = await Runner.run(helper, QUESTION)
         return await Runner.run(
             helper, "Say it again.", previous_response_id=first.last_response_id
         )
 
-    assert asyncio.run(two_turns()).final_output
+    assert isinstance(asyncio.run(two_turns()).final_output, City)

@@ -101,6 +101,21 @@ def test_a_message(running: Running) -> None:
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "bb")
 
 
+def test_other_apis_have_the_text_of_a_chat(running: Running) -> None:
+    """The same conversation has the same prompt, and so the same text."""
+    conversation = [{"role": "system", "content": "be brief"}, *HI]
+    shared = {"temperature": 0, "ignore_eos": True}
+    chat = {"messages": conversation, "max_tokens": 12, **shared}
+    wanted = running.post("/v1/chat/completions", chat).json()["choices"][0]["message"]["content"]
+    message = running.post(PATH, {**BASE, "system": "be brief"}).json()
+    assert message["content"] == [{"type": "text", "text": wanted}]
+    response = {"input": "hi", "instructions": "be brief", "max_output_tokens": 12, **shared}
+    (item,) = running.post("/v1/responses", response).json()["output"]
+    assert item["content"][0]["text"] == wanted
+    lines = {"messages": conversation, "stream": False, "options": {"num_predict": 12}, **shared}
+    assert running.post("/api/chat", lines).json()["message"]["content"] == wanted
+
+
 def test_a_stream_has_the_parts_of_the_whole_reply(parrot: Running) -> None:
     for text in ("plain words", f"I call. {CALL} {CALL}", CALL):
         body = {"messages": [{"role": "user", "content": text}], "tools": TOOLS, "max_tokens": 200}

@@ -58,7 +58,7 @@ FIELDS = [
 # The options of Ollama's clients.
 IGNORED_OPTIONS = """
 numa num_ctx num_batch num_gpu main_gpu low_vram logits_all vocab_only use_mmap use_mlock embedding_only num_thread num_keep
-mirostat_tau mirostat_eta penalize_newline
+mirostat_tau mirostat_eta penalize_newline f16_kv
 """
 
 
