@@ -186,8 +186,7 @@ class ModelOutline:
         pool = thread_pool()
         if pool is None or not isinstance(model, Decoder):
             return False
-        weights = [layer.qkv.weight for layer in model.layers]
-        if not all(isinstance(weight, QuantWeight) for weight in weights):
+        if not any(isinstance(module, QuantWeight) for module in model.layers.modules()):
             return False
         widths = (config.head_dim, config.hidden_size, config.intermediate_size)
         return are_whole_vectors(pool.kernels.LANES, widths)

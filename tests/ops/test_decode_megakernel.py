@@ -49,8 +49,9 @@ LENGTHS = {
 EMULATED = [  # decoder, multiprocessors, lengths: few kernels, since compiling one takes seconds
     ("four heads share a key", 5, [LENGTHS["four"]]),
     ("eight heads share a key", 7, [[1030, 257], [70, 200]]),
-    ("each has its own, and biases", 36, [[9]]),  # some have no unit of a product
-    ("more units than blocks", 6, [[129, 1, 65]]),
+    # Some multiprocessors have no unit of a product.
+    pytest.param("each has its own, and biases", 36, [[9]], marks=pytest.mark.slow),
+    pytest.param("more units than blocks", 6, [[129, 1, 65]], marks=pytest.mark.slow),
     ("qwen2", 9, [LENGTHS["eight"]]),
     ("qwen3", 4, [[300, 1, 700], [129, 1, 65]]),  # and logits in several rounds
     ("mistral", 6, [[9, 90, 40, 2, 700]]),

@@ -96,7 +96,9 @@ class WithoutCapture(StepGraphs):
     ids=["plain KV", "compressed KV"],
 )
 @pytest.mark.parametrize(
-    "decoding", [[], [2], [1]], ids=["any items", "all decode beside it", "one decodes beside it"]
+    "decoding",
+    [[], [2], pytest.param([1], marks=pytest.mark.slow)],
+    ids=["any items", "all decode beside it", "one decodes beside it"],
 )
 def test_graphs_compute_the_same_as_eager_steps(
     decoding: list[int], kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
