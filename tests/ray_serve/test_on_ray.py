@@ -360,10 +360,13 @@ applications:
 """
 
 
-def test_a_config_file_of_ray_serve_and_two_nodes(tmp_path: Path) -> None:
+def test_a_config_file_of_ray_serve_and_two_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each node has one core, so there is one replica on each."""
     from ray.cluster_utils import Cluster
 
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     port = free_port()
     config = tmp_path / "octavo.yaml"
     config.write_text(CONFIG.replace("MODEL", tiny.model_dir()).replace("PORT", str(port)))

@@ -127,7 +127,6 @@ def test_a_replica_has_no_more_entries_than_its_kv_cache_holds() -> None:
     index.update("a", kv_tokens=6 * BLOCK_BYTES // BYTES_PER_TOKEN, generation=1)
     index.add("a", HASHES[:4])
     index.add("a", HASHES[10:14])
-    assert index.size("a") == 6
     assert index.matched("a", HASHES[10:]) == 4
     assert index.matched("a", HASHES) == 2  # The end of the older prompt is evicted first.
 
@@ -161,11 +160,17 @@ def test_without_a_match_the_least_loaded_comes_first() -> None:
     assert ranked({"a": 3, "b": 1, "c": 2}) == [[], ["b", "c", "a"], []]
 
 
-def test_equal_loads_fill_the_smallest_cache_first() -> None:
-    index = PrefixIndex(max_age=60)
-    index.add("a", HASHES[10:14])
-    index.add("b", HASHES[10:12])
-    assert rank_replicas(index, HASHES, {"a": 0, "b": 0}, (), slack=4)[1] == ["b", "a"]
+def test_new_prompts_are_spread_evenly_although_one_replica_is_new() -> None:
+    clock = Clock()
+    index = PrefixIndex(max_age=600, clock=clock)
+    index.add("a", HASHES)
+    placed: list[str] = []
+    for number in range(10):
+        clock.now += 1
+        prompt = [bytes([100 + number]) * 8]
+        placed.append(rank_replicas(index, prompt, {"a": 0, "b": 0}, (), slack=4)[1][0])
+        index.add(placed[-1], prompt)
+    assert placed == ["b", "a"] * 5
 
 
 def test_a_replica_that_failed_the_request_comes_last() -> None:

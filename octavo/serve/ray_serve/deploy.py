@@ -192,32 +192,43 @@ def build_app(args: dict[str, Any]) -> serve.Application:
 
 
 def run(config: ServeConfig, options: RayOptions, say: Callable[[int], None]) -> None:
-    """Serve until a signal arrives. `say` is called with the port when the replicas are ready."""
-    stopped = threading.Event()
+    """Serve until a signal arrives. `say` is called with the port when the replicas are ready.
+
+    A second signal ends open requests at once.
+    """
     connect(options)
+    for number in (signal.SIGTERM, signal.SIGINT):  # Ray has replaced the handlers.
+        signal.signal(number, interrupt)
     try:
         serve.start(proxy_location="Disabled", logging_config=LOGGING)
         if APPLICATION in serve.status().applications:
             raise ServeError(
                 "this Ray cluster serves Octavo already: stop that server, or use another cluster"
             )
-        try:
-            handle = serve.run(
-                application_of(with_absolute_paths(config), options),
-                name=APPLICATION,
-                route_prefix=None,
-            )
-        except RuntimeError as error:
-            raise ServeError(f"the replicas cannot start: {error}") from None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stopped.set())
-        say(handle.listening_port.remote().result())
-        stopped.wait()
-        with contextlib.suppress(RayError, RayServeException):  # The endpoint may be lost.
-            handle.drain.remote().result()
+        application = application_of(with_absolute_paths(config), options)
+        with contextlib.suppress(KeyboardInterrupt):
+            serve_until_interrupted(application, say)
         serve.delete(APPLICATION)
     finally:
         ray.shutdown()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def serve_until_interrupted(application: serve.Application, say: Callable[[int], None]) -> None:
+    """Start the application, and drain it after a KeyboardInterrupt."""
+    try:
+        handle = serve.run(application, name=APPLICATION, route_prefix=None)
+    except RuntimeError as error:
+        raise ServeError(f"the replicas cannot start: {error}") from None
+    say(handle.listening_port.remote().result())
+    try:
+        threading.Event().wait()
+    finally:
+        with contextlib.suppress(RayError, RayServeException):  # The endpoint may be lost.
+            handle.drain.remote().result()
 
 
 def connect(options: RayOptions) -> None:

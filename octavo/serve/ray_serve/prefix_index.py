@@ -74,6 +74,7 @@ class PrefixIndex:
         self._blocks: dict[str, OrderedDict[bytes, float]] = {}
         self._capacity: dict[str, int] = {}
         self._generation: dict[str, int] = {}
+        self._last_use: dict[str, float] = {}
 
     def update(self, replica: str, kv_tokens: int, generation: int) -> None:
         """Record the size of a replica's KV cache, and how often its engine was started."""
@@ -90,11 +91,14 @@ class PrefixIndex:
             del self._capacity[replica]
         for replica in self._blocks.keys() - kept:
             del self._blocks[replica]
+        for replica in self._last_use.keys() - kept:
+            del self._last_use[replica]
 
     def add(self, replica: str, hashes: Sequence[bytes]) -> None:
         """Record that a replica computes a prompt with these blocks."""
         blocks = self._blocks.setdefault(replica, OrderedDict())
         now = self.clock()
+        self._last_use[replica] = now
         # The first block is used most recently. A prefix then outlives what follows it.
         for block in reversed(hashes):
             blocks[block] = now
@@ -113,8 +117,9 @@ class PrefixIndex:
             count += 1
         return count
 
-    def size(self, replica: str) -> int:
-        return len(self._blocks.get(replica, ()))
+    def last_use(self, replica: str) -> float:
+        """Return the time of the latest request of the replica, or 0 if it has had none."""
+        return self._last_use.get(replica, 0.0)
 
 
 def rank_replicas(
@@ -128,8 +133,8 @@ def rank_replicas(
 
     `loads` has the number of open requests of every replica. The first group has the replicas with
     the longest match, unless they have more than `slack` open requests above the least loaded
-    replica. The second group has the others, those with the smallest cache first. Replicas that
-    have `failed` this request come last.
+    replica. The second group has the others, the least loaded first; of equally loaded ones, the
+    one that has had no request for longest. Replicas that have `failed` this request come last.
     """
     last = [replica for replica in loads if replica in set(failed)]
     usable = [replica for replica in loads if replica not in last]
@@ -142,5 +147,5 @@ def rank_replicas(
         if longest > 0 and matches[replica] == longest and loads[replica] <= least_loaded + slack
     ]
     others = [replica for replica in usable if replica not in preferred]
-    others.sort(key=lambda replica: (loads[replica], index.size(replica)))
+    others.sort(key=lambda replica: (loads[replica], index.last_use(replica)))
     return [preferred, others, last]
