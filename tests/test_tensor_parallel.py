@@ -108,11 +108,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "small pool": {"num_gpu_blocks_override": 25},
     "no prefix cache": {"enable_prefix_caching": False},
     "host tier": {"num_gpu_blocks_override": 25, "swap_space": 0.01},
-    "bounded kv": {"kv_eviction": "heavy", "kv_budget": 16},
+    "bounded kv": {"kv_eviction": "heavy", "kv_budget": 48},
     "canary": {"kv_canary": True},
     "int8 weights": {"quantization": "int8"},
     "int8 kv": {"kv_cache_dtype": "int8"},
-    "bfloat16": {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"},
+    "float16": {"dtype": "float16", "kv_cache_dtype": "float16"},
     "ngram": {"speculative_config": "ngram"},
     "early exit": {"speculative_config": "early_exit,layer=1,k=3"},
     "draft model": {"speculative_config": "draft_model,model=LLAMA,k=3"},
@@ -131,7 +131,7 @@ def test_every_option_works_on_two_ranks(name: str) -> None:
     llm = make("llama", 2, **options)
     found = generate(llm)
     llm.close()
-    if name in ("int8 weights", "int8 kv", "bfloat16"):
+    if name in ("int8 weights", "int8 kv", "float16"):
         assert all(output.error is None for output in found)
         assert all(len(output.outputs[0].token_ids) == 64 for output in found[: len(PROMPTS)])
     else:
