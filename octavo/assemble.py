@@ -57,7 +57,7 @@ from octavo.model.checkpoint import Checkpoint
 from octavo.model.draft_head import DraftHead, load_draft_head
 from octavo.model.fingerprint import fingerprint
 from octavo.model.load import LoadOptions, load_model
-from octavo.ops import select
+from octavo.ops.backends import OperatorChoice, select
 from octavo.ops.collectives import Collectives, SingleRank
 from octavo.ops.kv import CODES, dtype_name
 from octavo.runner.canary import Canary
@@ -144,7 +144,7 @@ class DeviceFacts:
     graphs: bool = False  # steps can be captured as CUDA graphs
 
     @classmethod
-    def of(cls, device: torch.device, backend: str) -> DeviceFacts:
+    def of(cls, device: torch.device, capturable: bool) -> DeviceFacts:
         """Call this after the weights are loaded."""
         free, total = available_memory(device)
         return cls(
@@ -152,7 +152,7 @@ class DeviceFacts:
             free=free,
             total=total,
             host_free=available_memory(torch.device("cpu"))[0],
-            graphs=device.type == "cuda" and backend == "triton",
+            graphs=device.type == "cuda" and capturable,
         )
 
 
@@ -265,7 +265,8 @@ def resolve_schedule(options: EngineOptions, model: ModelFacts, kind: str) -> Sc
     depth = options.depth
     if depth is None:
         # An urgent request waits for all steps in flight.
-        overlaps = kind == "cuda" and not find_policy(options.scheduling_policy).preemptive
+        preemptive = find_policy(options.scheduling_policy).preemptive
+        overlaps = kind == "cuda" and not preemptive and options.kv_cache
         depth = 2 if overlaps else 1
     piggyback = options.piggyback_tokens
     if piggyback is None:
@@ -281,6 +282,7 @@ def resolve_schedule(options: EngineOptions, model: ModelFacts, kind: str) -> Sc
         batch_window=options.window_ms / 1e3,
         latency_target=options.target_ms / 1e3,
         short_prompt_share=options.short_prompt_share,
+        chunked_prefill=options.enable_chunked_prefill,
         piggyback_tokens=piggyback,
         speculative=options.speculative_config,
     )
@@ -327,7 +329,9 @@ def resolve_pool(options: EngineOptions, model: ModelFacts, device: DeviceFacts)
     check_draft_positions(model.draft, max_model_len)
     cache = replace(
         cache,
-        prefix_caching=options.enable_prefix_caching,
+        prefix_caching=options.reuses_prefixes,
+        keeps_kv=options.kv_cache,
+        contiguous=options.kv_allocation == "contiguous",
         block_bytes=needs.block_size * needs.kv_per_token,
         kv_eviction=options.kv_eviction,
         kv_sinks=options.kv_sinks,
@@ -413,7 +417,7 @@ def load(
     """Load a model, or the part of it that one of the `ranks` holds."""
     device = pick_device(options.device)
     ranks = ranks or SingleRank()
-    ops = select(device.type)
+    ops = select(device.type, operator_choice(options))
     ops.ranks = ranks
     available = available_memory(device)[0]
     # A policy that cannot be loaded is reported before the weights are read.
@@ -426,6 +430,14 @@ def load(
         available=available // ranks.size if device.type == "cpu" else available,
     )
     return with_drafter(ModelOnDevice(model, checkpoint, device), options)
+
+
+def operator_choice(options: EngineOptions) -> OperatorChoice:
+    return OperatorChoice(
+        attention=options.attention_backend,
+        fused_kernels=options.fused_kernels,
+        fused_decoder=options.fused_decoder,
+    )
 
 
 def load_options(options: EngineOptions, device: torch.device) -> LoadOptions:
@@ -633,7 +645,8 @@ def open_disk(loaded: ModelOnDevice, directory: Path, resolved: Resolved, kv: KV
     same."""
     model = loaded.model
     layout = f"{resolved.requirements.kv_dtype} {'x'.join(map(str, kv.tensor.shape[1:]))}"
-    name = fingerprint(model, model.config, model.dtype, layout, loaded.device.type, model.ops.name)
+    kernels = model.ops.name + model.ops.variant
+    name = fingerprint(model, model.config, model.dtype, layout, loaded.device.type, kernels)
     return Disk(
         directory=directory,
         max_bytes=resolved.memory.disk,

@@ -143,6 +143,10 @@ class CacheConfig:
     kv_eviction: str = "none"
     kv_budget: int = 0  # positions that one sequence may keep, unless kv_eviction is "none"
     kv_sinks: int = 1  # leading blocks that never leave
+    # False: nothing is kept between steps, and each token is computed from its whole sequence
+    keeps_kv: bool = True
+    # True: a sequence reserves blocks for all tokens it may grow to when it is admitted
+    contiguous: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,8 @@ class ScheduleConfig:
     latency_target: float = 0.05  # seconds between tokens, for batching "adaptive"
     # Fraction of a step that short prompts may take before longer prompts that started earlier.
     short_prompt_share: float = 0.25
+    # False: a prompt is computed in one step if the token budget allows it
+    chunked_prefill: bool = True
     # Offline prompts fill steps that decode up to this many tokens; 0: off. Up to this size a
     # prompt token costs less in such a step than in a step of its own (docs/scheduling.md).
     piggyback_tokens: int = 0

@@ -25,6 +25,7 @@ from octavo.core.bounded_kv import KV_EVICTIONS
 from octavo.core.draft_methods import parse_speculative
 from octavo.core.policy import find_policy
 from octavo.errors import InvalidRequest
+from octavo.extensions import ATTENTION_BACKENDS, extension_names, is_path
 from octavo.option_declaration import (
     Option,
     check_options,
@@ -60,6 +61,23 @@ def policy(name: str, value: Any) -> Any:
     return value
 
 
+def attention_name(name: str, value: Any) -> str:
+    """Check the name of an attention backend. The engine loads package.module:Class."""
+    if isinstance(value, str) and value.isupper():
+        return (
+            "auto"  # a backend of vLLM's, such as FLASH_ATTN: the choice among them has no effect
+        )
+    known = ("auto", *ATTENTION_NAMES, *extension_names(ATTENTION_BACKENDS))
+    if not isinstance(value, str) or (value not in known and not is_path(value)):
+        raise InvalidRequest(
+            f"{name} must be one of {', '.join(known)}, or package.module:Class, got {value!r:.60}",
+            name,
+        )
+    return value
+
+
+# The backends of octavo/ops/backends.py, which imports torch.
+ATTENTION_NAMES = ("reference", "cpu", "triton")
 # vLLM's names of quantised checkpoints. Such a checkpoint is recognised by its content.
 STORED_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf")
 # vLLM's names of ways to read a checkpoint, which is recognised by its content too.
@@ -345,6 +363,26 @@ class EngineOptions:
             aliases=("--no-enable-prefix-caching",),
         ),
     ] = True
+    kv_allocation: Annotated[
+        str,
+        Option(
+            "paged takes KV blocks as a sequence grows. contiguous reserves prompt plus max_tokens "
+            "at its start and disables the prefix cache; it is for comparison.",
+            "Memory",
+            metavar="NAME",
+            show_default=True,
+            check=one_of("paged", "contiguous"),
+        ),
+    ] = "paged"
+    kv_cache: Annotated[
+        bool,
+        Option(
+            "Recompute the whole sequence for every token, without reusing KV. For comparison "
+            "only: it is slow.",
+            "Memory",
+            flag="--no-kv-cache",
+        ),
+    ] = True
 
     max_num_seqs: Annotated[
         int,
@@ -367,6 +405,15 @@ class EngineOptions:
             check=whole(1),
         ),
     ] = None
+    enable_chunked_prefill: Annotated[
+        bool,
+        Option(
+            "Compute each prompt whole in one step, as far as the token budget allows.",
+            "Scheduling",
+            flag="--no-chunked-prefill",
+            aliases=("--no-enable-chunked-prefill",),
+        ),
+    ] = True
     depth: Annotated[
         int | None,
         Option(
@@ -376,7 +423,38 @@ class EngineOptions:
             check=whole(1, 3),
         ),
     ] = None
-    enforce_eager: Annotated[bool, Option("Do not capture CUDA graphs.", "Scheduling")] = False
+    enforce_eager: Annotated[bool, Option("Do not capture CUDA graphs.", "Kernels")] = False
+    attention_backend: Annotated[
+        str,
+        Option(
+            "Attention kernel: auto, reference, cpu, triton, or package.module:Class. All but auto "
+            "disable the fused decoder.",
+            "Kernels",
+            metavar="NAME",
+            flag="--attention",
+            aliases=("--attention-backend",),
+            show_default=True,
+            check=attention_name,
+        ),
+    ] = "auto"
+    fused_decoder: Annotated[
+        bool,
+        Option(
+            "Compute a decoder operator by operator: without the megakernel of a GPU or the fused "
+            "decoder of a CPU.",
+            "Kernels",
+            flag="--no-fused-decoder",
+        ),
+    ] = True
+    fused_kernels: Annotated[
+        bool,
+        Option(
+            "Compute norms, rotary embedding and activations in plain PyTorch. Disables the fused "
+            "decoder too.",
+            "Kernels",
+            flag="--no-fused-kernels",
+        ),
+    ] = True
     scheduling_policy: Annotated[
         str,
         Option(
@@ -492,6 +570,7 @@ class EngineOptions:
                 "speculative_config needs KV that is kept whole: leave out kv_eviction",
                 "speculative_config",
             )
+        self._check_switches()
         if self.logits_processors:
             self.check_logits_processors()
         if self.piggyback_tokens and (self.batching, self.scheduling_policy) != (
@@ -521,6 +600,31 @@ class EngineOptions:
     def offloads(self) -> bool:
         """Whether KV blocks are offloaded to host memory or disk."""
         return bool(self.swap_space) or self.kv_disk_path is not None
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether there is a prefix cache. It needs KV that is kept, in blocks that are shared."""
+        return self.enable_prefix_caching and self.kv_cache and self.kv_allocation == "paged"
+
+    def _check_switches(self) -> None:
+        """Raise InvalidRequest if an option needs a mechanism that another one turns off."""
+        needs_paged_kv = {
+            "swap_space": bool(self.swap_space),
+            "kv_disk_path": self.kv_disk_path is not None,
+            "kv_eviction": self.kv_eviction != "none",
+            "speculative_config": self.speculative_config is not None,
+        }
+        off = "kv_cache=False" if not self.kv_cache else f"kv_allocation {self.kv_allocation}"
+        if not self.kv_cache or self.kv_allocation != "paged":
+            for name in (name for name, given in needs_paged_kv.items() if given):
+                raise InvalidRequest(
+                    f"{name} does not work with {off}: leave out one of them", name
+                )
+        if not self.kv_cache and (self.depth or 1) > 1:
+            raise InvalidRequest(
+                "depth must be 1 with kv_cache=False: each step needs all tokens of its sequences",
+                "depth",
+            )
 
     def _check_offload(self) -> None:
         if self.kv_disk_path is None and self.kv_disk_gib != EngineOptions.kv_disk_gib:
@@ -589,10 +693,16 @@ class EngineKeywords(TypedDict, total=False):
     kv_budget: int | None
     kv_sinks: int
     enable_prefix_caching: bool
+    kv_allocation: str
+    kv_cache: bool
     max_num_seqs: int
     max_num_batched_tokens: int | None
+    enable_chunked_prefill: bool
     depth: int | None
     enforce_eager: bool
+    attention_backend: str
+    fused_decoder: bool
+    fused_kernels: bool
     scheduling_policy: str
     batching: str
     max_batch: int

@@ -135,7 +135,7 @@ class LLM:
         end_ids = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *end_ids}))
         facts = ModelFacts.of(self.model, loaded.drafter)
-        device_facts = DeviceFacts.of(self.device, self.model.ops.name)
+        device_facts = DeviceFacts.of(self.device, self.model.ops.capturable)
         if self.ranks is not None:
             device_facts = share_device([device_facts, *self.ranks.receive()])
         resolved = resolve(options, facts, device_facts)

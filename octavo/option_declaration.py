@@ -28,9 +28,10 @@ class Option:
 
     help: str = ""  # If it is empty, the field is not an option of the command line.
     # The box of --help. None stands for the box of the command's own options.
-    panel: Literal["Model", "Memory", "Scheduling", "Sampling", "Safety", "Load", "Ray"] | None = (
-        None
-    )
+    panel: (
+        Literal["Model", "Memory", "Scheduling", "Kernels", "Sampling", "Safety", "Load", "Ray"]
+        | None
+    ) = None
     metavar: str = ""
     flag: str = ""  # If it is empty, the flag is the name of the field with dashes.
     aliases: tuple[str, ...] = ()  # Other names of the flag.

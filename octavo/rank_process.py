@@ -30,7 +30,7 @@ def prepare(start: RankStart, connection: Connection) -> tuple[Runner, Resolved]
         timeout=COLLECTIVE_TIMEOUT,
     )
     loaded = load(source, options, progress=False, ranks=group)
-    connection.send(DeviceFacts.of(loaded.device, loaded.model.ops.name))
+    connection.send(DeviceFacts.of(loaded.device, loaded.model.ops.capturable))
     runner, resolved = build_runner(loaded, options, connection.recv())
     connection.send(TierFacts.of(runner))
     return runner, resolved

@@ -28,7 +28,6 @@ NO_EFFECT: dict[str, Any] = {
     "ignore_patterns": ["original/**/*"],
     "use_tqdm_on_load": True,
     "pt_load_map_location": "cpu",
-    "enable_chunked_prefill": None,
     "long_prefill_token_threshold": 0,
     "max_num_partial_prefills": 1,
     "max_long_partial_prefills": 1,
@@ -52,7 +51,6 @@ NO_EFFECT: dict[str, Any] = {
     "cuda_graph_sizes": [],
     "max_cudagraph_capture_size": None,
     "max_seq_len_to_capture": 8192,
-    "attention_backend": None,
     "attention_config": None,
     "kernel_config": None,
     "linear_backend": "auto",
@@ -314,6 +312,7 @@ SERVER_NO_EFFECT: dict[str, Any] = {
     "enable_auto_tool_choice": False,  # Tools are always enabled.
     "exclude_tools_when_tool_choice_none": False,
     "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
     "chat_template_content_format": "auto",
     "uvicorn_log_level": "info",
     "disable_uvicorn_access_log": False,

@@ -236,7 +236,9 @@ def test_a_request_has_logits_processors_of_its_own(llm: LLM) -> None:
 
 def test_logits_processors_that_cannot_work_are_refused() -> None:
     for given in (["no.such:Class"], [dict]):
-        with pytest.raises(InvalidRequest, match="logits processor|LogitsProcessor"):
+        with pytest.raises(
+            InvalidRequest, match="logits_processors .* cannot be loaded|LogitsProcessor"
+        ):
             LLM(progress=False, **options(logits_processors=given))
     with pytest.raises(InvalidRequest, match="do not work with speculative_config"):
         LLM(**options(logits_processors=[CountUp], speculative_config="ngram"))

@@ -58,11 +58,14 @@ def make_engine(
     seed: int = 0,
     keep: tuple[int, int] | None = None,
     rank_disks: list[FakeDisk | None] | None = None,
+    keeps_kv: bool = True,
+    contiguous: bool = False,
     **options: Any,
 ) -> Engine:
     """`options`: ScheduleConfig's. `keep`: blocks of sinks and of a whole cache. `rank_disks`: the
     disks of further ranks of tensor parallelism. Time stands still but for the clock's owner."""
     cache = CacheConfig(block_size, num_blocks, caching, host, disk is not None, block_bytes=2**20)
+    cache = replace(cache, keeps_kv=keeps_kv, contiguous=contiguous)
     if keep is not None:
         cache = replace(
             cache, kv_eviction="sinks", kv_sinks=keep[0], kv_budget=keep[1] * block_size
@@ -116,6 +119,14 @@ def random_speculation(seed: int) -> SpeculativeConfig:
         adaptive=g.random() < 0.2,
         ngram_min=1,
         ngram_max=g.randrange(1, 4),
+    )
+
+
+def random_switches(seed: int) -> dict[str, Any]:
+    """Which mechanisms are off: options of make_engine."""
+    g = random.Random(f"switches {seed}")
+    return dict(
+        keeps_kv=g.random() < 0.5, contiguous=g.random() < 0.4, chunked_prefill=g.random() < 0.5
     )
 
 
@@ -205,12 +216,14 @@ def trial(
     evict: bool = False,
     drafts: bool = False,
     ranks: int = 1,
+    switches: bool = False,
 ) -> Trial:
     """One random workload; the policy and the batching mode are drawn too, unless they are given.
     `guided`: some of the requests follow guides, several of them the same. `beams`: some are beam
     searches. `evict`: caches are bounded, and generation goes on beyond the context. `drafts`:
     decoding is speculative, with drafts of the host or the device, about two thirds of which are
-    right. `ranks`: every plan is executed by so many runners, each with a disk of its own."""
+    right. `ranks`: every plan is executed by so many runners, each with a disk of its own.
+    `switches`: the KV cache, paging or chunked prefill may be off."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth
@@ -239,6 +252,14 @@ def trial(
     host, disk = random_tiers(dice)
     if ranks > 1 and disk is not None:
         disk.spoilt = 0.0  # what one rank reads changes what all ranks sample
+    off: dict[str, Any] = {}
+    if switches:
+        off = random_switches(seed)
+        depth = depth if off["keeps_kv"] else 1
+        if not off["keeps_kv"] or off["contiguous"]:
+            caching = False
+            host = 0
+            disk = None
     rank_disks = [replace(disk, records={}) if disk else None for _ in range(1, ranks)]
     bases = [[g.randrange(1, oracle.VOCAB) for _ in range(30)] for _ in range(3)]
     todo: list[Request] = []
@@ -280,7 +301,9 @@ def trial(
             earlier.add(r)
         run_dry(earlier)
     tiered = dict(host=host, disk=disk, seed=seed + 1, keep=keep, rank_disks=rank_disks)
-    engine = make_engine(blocks, size, rows, budget, depth, caching, clock=clock, **tiered, **modes)  # type: ignore[arg-type]
+    engine = make_engine(
+        blocks, size, rows, budget, depth, caching, clock=clock, **tiered, **modes, **off
+    )  # type: ignore[arg-type]
     scheduler, runner = engine.scheduler, engine.runner
     first: Any = runner if ranks == 1 else runner.runner  # type: ignore[attr-defined]
     if scheduler.speculation is not None and scheduler.speculation.on_host and seed % 4:
@@ -308,6 +331,7 @@ def trial(
             **modes,
         )
     )
+    result.settings |= off
     result.settings |= dict(keep=keep, host=host, disk=disk and f"{disk.slowest}/{disk.missing}")
 
     def take(outputs: list[Output]) -> None:

@@ -19,7 +19,8 @@ import torch
 from octavo.bench.measure_batching import copy_bandwidth
 from octavo.config import CacheConfig, ModelConfig
 from octavo.memory import BLOCK_SIZE
-from octavo.ops import ForwardBatch, Ops, Span, select
+from octavo.ops import ForwardBatch, Ops, Span
+from octavo.ops.backends import select
 from octavo.ops.kv import CODES, KV, QuantKV, compress, dtype_name
 from octavo.runner.kvstore import KVStore
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from octavo.model import build, quant, registry
 from octavo.model.base import Matrix
 from octavo.model.layers import Linear
-from octavo.ops import Ops, select
+from octavo.ops import Ops
+from octavo.ops.backends import select
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight, WeightFormat
 

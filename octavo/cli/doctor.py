@@ -218,7 +218,7 @@ def nvidia_driver() -> str | None:
 def backend() -> DoctorCheck:
     import torch
 
-    from octavo.ops import select
+    from octavo.ops.backends import select
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend_name = select(device).name

@@ -120,7 +120,7 @@ class ModelOutline:
         from octavo.assemble import DraftFacts, find_draft_head
         from octavo.model.draft_head import outline_draft_head
         from octavo.model.load import open_checkpoint
-        from octavo.ops import select
+        from octavo.ops.backends import select
         from octavo.ops.reference import ReferenceOps
 
         if speculative is None or speculative.method not in ("head", "draft_model"):
@@ -149,7 +149,7 @@ class ModelOutline:
             outline,
         )
         from octavo.model.tensor_parallel import divide_all
-        from octavo.ops import select
+        from octavo.ops.backends import select
         from octavo.ops.reference import ReferenceOps
 
         dtype = choose_dtype(resolve_dtype(options.dtype, kind), self.config)

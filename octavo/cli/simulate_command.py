@@ -174,7 +174,9 @@ def _cache_config(engine: EngineOptions) -> CacheConfig:
     return CacheConfig(
         block_size=block_size,
         num_blocks=engine.num_gpu_blocks_override or default_blocks,
-        prefix_caching=engine.enable_prefix_caching,
+        prefix_caching=engine.reuses_prefixes,
+        keeps_kv=engine.kv_cache,
+        contiguous=engine.kv_allocation == "contiguous",
     )
 
 

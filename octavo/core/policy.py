@@ -24,11 +24,12 @@ To write your own policy, subclass Policy with a `rank` and name it: --policy pa
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 
+from octavo import extensions
 from octavo.errors import InvalidRequest
+from octavo.extensions import extension_names, find_extension, is_path
 from octavo.types import Sequence
 
 
@@ -245,16 +246,13 @@ def find_policy(name: str) -> Policy:
     """Return a built-in policy by its name, or a user's own as package.module:Class."""
     if name in POLICIES:
         return POLICIES[name]()
-    module, _, attribute = name.partition(":")
-    allowed = f"use {', '.join(POLICIES)}, or package.module:Class for one of your own"
-    if not attribute:
-        raise InvalidRequest(f"unknown scheduling policy {name!r}: {allowed}", "scheduling_policy")
-    try:
-        policy = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    if not is_path(name) and name not in extension_names(extensions.POLICIES):
         raise InvalidRequest(
-            f"cannot load the scheduling policy {name!r} ({error}): {allowed}", "scheduling_policy"
-        ) from None
+            f"unknown scheduling policy {name!r}: use {', '.join(POLICIES)}, or "
+            "package.module:Class for one of your own",
+            "scheduling_policy",
+        )
+    policy = find_extension(extensions.POLICIES, name, "scheduling_policy")
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise InvalidRequest(
             f"{name} is not a subclass of octavo.core.policy.Policy", "scheduling_policy"

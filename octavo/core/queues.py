@@ -5,8 +5,9 @@ Queues moves sequences between these three lists. It decides nothing.
     enqueue         start_prefill       move_to_decode
       |               |                   |
     waiting  ---->  prefilling  ------->  decoding          RUNNING: these two hold a batch slot
-      ^               |                   |  ^
-      +--- requeue ---+----- remove ------+  start_decode: a fork starts here
+      ^               |    ^              |  |  ^
+      |               |    +- move_back --+  |  start_decode: a fork starts here
+      +--- requeue ---+----- remove ---------+
 """
 
 from __future__ import annotations
@@ -93,6 +94,11 @@ class Queues:
         """All known tokens of the sequence are planned."""
         self.prefilling.remove(seq)
         insort(self.decoding, seq, key=by_rank)
+
+    def move_back_to_prefill(self, seq: Sequence) -> None:
+        """All known tokens of the sequence are computed again."""
+        self.decoding.remove(seq)
+        insort(self.prefilling, seq, key=by_rank)
 
     def remove(self, seq: Sequence) -> None:
         sequences = self.prefilling if seq in self.prefilling else self.decoding

@@ -46,7 +46,7 @@ from octavo.core.repetition import REPETITION_DETECTED, is_repeating
 from octavo.core.request_checks import new_sequence
 from octavo.core.speculation import Speculation, StepDrafts, allowed_drafts, useful_drafts
 from octavo.core.step_shape import StepShape, StepShaper, piggybacks
-from octavo.core.tables import blocks_to_admit, chunk_size, drop_block, reserve
+from octavo.core.tables import blocks_to_admit, drop_block, reserve, tokens_to_prefill
 from octavo.core.tier_index import TierCounters
 from octavo.errors import GuideError, InvalidRequest, NotANumber
 from octavo.events import (
@@ -108,7 +108,7 @@ class Counters:
     dropped_blocks: int = 0  # blocks that left a sequence with bounded KV
     preemptions: int = 0
     oom_steps: int = 0  # steps that were too large for the device's memory
-    recomputed_tokens: int = 0  # tokens computed again after a preemption
+    recomputed_tokens: int = 0  # tokens computed again after a preemption or without a KV cache
     # Sum over all steps of the sequences that paused for an urgent request.
     paused: int = field(default=0, repr=False)
     tiers: TierCounters = field(default_factory=TierCounters, repr=False)
@@ -309,6 +309,8 @@ class Scheduler:
             self.queues.rerank_waiting(self.prefix.count_cached_tokens)
         self.shaper.form_batch(self.sequences_by_request, self.clock)
         self.groups.fork_prompts()
+        if not self.cache.keeps_kv:
+            self._forget_kv()
         shape = self.shaper.shape(self.counters.plans)
         for victim in shape.victims:
             self._preempt(victim, URGENT_REQUEST)
@@ -328,6 +330,17 @@ class Scheduler:
         self.counters.paused += len(shape.paused)
         self.counters.copies += len(plan.copies)
         return plan
+
+    def _forget_kv(self) -> None:
+        """Let each decoding sequence compute all of its tokens again. Its batch slot and its blocks
+        stay, and the next steps overwrite them."""
+        for seq in list(self.decoding):
+            if seq.planned < len(seq.tokens):  # not a beam that waits for its siblings
+                self.counters.recomputed_tokens += seq.computed
+                seq.computed = 0
+                seq.planned = 0
+                self.queues.move_back_to_prefill(seq)
+                self.groups.stale_slots[seq.id] = seq  # the device learns that it starts again
 
     def _plan_decoding(self, fill: StepFill) -> None:
         """Plan one token for every decoding sequence, in rank order, and drafts behind it if there
@@ -479,9 +492,13 @@ class Scheduler:
     def _plan_chunk(self, seq: Sequence, fill: StepFill) -> bool:
         """Plan the next chunk of a prompt that has started. False: it waits for blocks of sequences
         that rank before it, and no prompt after it may take them."""
-        num_tokens = chunk_size(seq, seq.planned, fill.tokens_left)
-        if num_tokens <= 0:
+        wanted = tokens_to_prefill(seq, seq.planned)
+        if wanted <= 0:
             return True
+        num_tokens = self._chunk_size(wanted, fill.tokens_left, fill)
+        if num_tokens == 0:
+            fill.blocked = True
+            return False
         while not self._reserve(seq, num_tokens, fill.plan):
             candidates = self.prefilling[self.prefilling.index(seq) + 1 :]
             if not candidates:
@@ -492,6 +509,14 @@ class Scheduler:
         self._schedule_chunk(seq, num_tokens, fill.plan)
         fill.tokens_left -= num_tokens
         return True
+
+    def _chunk_size(self, wanted: int, token_budget: int, fill: StepFill) -> int:
+        """Return how many of the `wanted` tokens of a prompt this step computes. Without chunked
+        prefill, a prompt waits for a step that has room for all of it. Only a step with nothing
+        else computes a part, because a longer prompt would otherwise wait for ever."""
+        if wanted <= token_budget or self.schedule.chunked_prefill or not fill.plan.items:
+            return min(wanted, token_budget)
+        return 0
 
     def _reserve(self, seq: Sequence, num_tokens: int, plan: Plan) -> bool:
         """Make the blocks exclusive that the next positions are written to, or change nothing."""
@@ -594,16 +619,24 @@ class Scheduler:
         time. 0: there are too few blocks."""
         plan = fill.plan
         num_cached = len(match.blocks) * self.pool.block_size
-        num_tokens = chunk_size(seq, num_cached, token_budget)
-        if blocks_to_admit(self.pool, match.blocks, num_tokens) > len(self.pool.free_blocks):
+        wanted = tokens_to_prefill(seq, num_cached)
+        num_tokens = self._chunk_size(wanted, token_budget, fill)
+        # The last token that a sequence may grow to is sampled and never computed.
+        num_positions = seq.position_limit - 1 - num_cached if self.cache.contiguous else num_tokens
+        lacks_tokens = wanted > 0 and num_tokens == 0
+        lacks_blocks = blocks_to_admit(self.pool, match.blocks, num_positions) > len(
+            self.pool.free_blocks
+        )
+        if lacks_tokens or lacks_blocks:
             fill.blocked = True
-            self._leave_waiting(seq, NOT_ENOUGH_BLOCKS, fill)
+            reason = NO_TOKENS_LEFT if lacks_tokens else NOT_ENOUGH_BLOCKS
+            self._leave_waiting(seq, reason, fill)
             return 0
         self.queues.start_prefill(seq)
         if Admitted in self.events.listeners:
             self.events.emit(Admitted(seq, len(seq.tokens), num_cached))
         self.prefix.attach(seq, match, plan)
-        num_blocks = -(-(num_cached + num_tokens) // self.pool.block_size)
+        num_blocks = -(-(num_cached + num_positions) // self.pool.block_size)
         while len(seq.block_table) < num_blocks:
             seq.block_table.append(self.pool.allocate())
         if seq.preemptions == 0 and not seq.inherited_tokens:

@@ -22,11 +22,16 @@ from octavo.types import Plan, Sequence
 NEVER_PUBLISH = sys.maxsize
 
 
-def chunk_size(seq: Sequence, start: int, token_budget: int) -> int:
-    """Return how many known tokens from `start` on the sequence computes in the next step.
+def tokens_to_prefill(seq: Sequence, start: int) -> int:
+    """Return how many known tokens from `start` on are to be computed.
 
     A prompt to be forked stops one token short: each child computes that token itself."""
-    return min(len(seq.tokens) - (seq.pending_forks > 0) - start, token_budget)
+    return len(seq.tokens) - (seq.pending_forks > 0) - start
+
+
+def chunk_size(seq: Sequence, start: int, token_budget: int) -> int:
+    """Return how many known tokens from `start` on fit into the next step."""
+    return min(tokens_to_prefill(seq, start), token_budget)
 
 
 def blocks_to_admit(pool: BlockPool, matched: list[int], num_tokens: int) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from octavo.config import ModelConfig, Share
 from octavo.errors import ModelError, UnknownArchitecture
+from octavo.extensions import ARCHITECTURES
 from octavo.model import quant
 from octavo.model.checkpoint import StoredTensor
 from octavo.ops import ForwardBatch, Ops
@@ -277,8 +278,8 @@ class CausalLM(nn.Module):
 class Registry:
     """Maps the name of an architecture, as in config.json's `architectures`, to its class.
 
-    An installed package adds architectures by entry points of the group PLUGINS. Each entry point
-    is the name of an architecture and the module that registers it.
+    An installed package adds architectures by entry points of the group ARCHITECTURES
+    (octavo/extensions.py). Each is the name of an architecture and the module that registers it.
     """
 
     def __init__(self) -> None:
@@ -317,12 +318,9 @@ class Registry:
         return self.find(hf_config).parse_config(hf_config)
 
 
-PLUGINS = "octavo.architectures"
-
-
 def import_plugins(architectures: list[str]) -> None:
     """Import the modules that installed packages declare for these architectures."""
-    for plugin in entry_points(group=PLUGINS):
+    for plugin in entry_points(group=ARCHITECTURES):
         if plugin.name not in architectures:
             continue
         try:

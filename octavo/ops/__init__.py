@@ -13,7 +13,6 @@ A model never asks which backend it has. The letters in the shapes below mean:
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from octavo.ops.collectives import Collectives
     from octavo.ops.fused_spec import DecoderSpec, Fused
     from octavo.ops.kv import KV
-
-log = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
@@ -83,6 +80,8 @@ class Ops(Protocol):
     """
 
     name: str
+    variant: str  # which operators are those of another backend; "" if none are
+    capturable: bool  # whether steps can be captured as CUDA graphs
     # The ranks that hold the parts of a divided model (octavo/model/tensor_parallel.py).
     ranks: Collectives
 
@@ -226,22 +225,3 @@ class Ops(Protocol):
         that has a NaN or whose largest logit is not finite.
         """
         ...
-
-
-def select(device: str) -> Ops:
-    """Return the backend for a device."""
-    if device == "cpu":
-        from octavo.ops.cpu import CpuOps
-
-        return CpuOps()
-    try:
-        from octavo.ops.triton import TritonOps
-
-        return TritonOps()
-    except ImportError as missing:
-        from octavo.ops.reference import ReferenceOps
-
-        log.warning(
-            "Triton cannot be used (%s): running plain PyTorch, several times slower", missing
-        )
-        return ReferenceOps()

@@ -38,6 +38,8 @@ class Group(NamedTuple):
 
 class ReferenceOps:
     name = "reference"
+    variant = ""
+    capturable = False
     ranks: Collectives = SingleRank()
 
     def pack(self, weight: Any) -> Any:

@@ -10,7 +10,6 @@ tokens of a sequence are read from the device, which waits for the step before: 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from octavo.config import VllmConfig
 from octavo.errors import InvalidRequest
+from octavo.extensions import LOGITS_PROCESSORS, extension_names, find_extension, is_path
 from octavo.params import SamplingParams
 from octavo.runner.batch import ForwardResult
 from octavo.runner.batch_slots import BatchSlots
@@ -135,21 +135,20 @@ def load_processors(
     for each in given:
         kind = each
         if isinstance(each, str):
-            module, _, name = each.rpartition(":" if ":" in each else ".")
-            try:
-                kind = getattr(importlib.import_module(module), name)
-            except (ImportError, AttributeError, ValueError) as error:
-                raise InvalidRequest(
-                    f"cannot load the logits processor {each!r} ({error}): use "
-                    "package.module:Class",
-                    "logits_processors",
-                ) from None
+            kind = find_processor(each)
         if not (isinstance(kind, type) and issubclass(kind, LogitsProcessor)):
             raise InvalidRequest(
                 f"{each!r} is not a subclass of LogitsProcessor", "logits_processors"
             )
         made.append(kind(config, device, device.type == "cuda"))
     return made
+
+
+def find_processor(name: str) -> Any:
+    """Return a class by its name. vLLM also allows package.module.Class."""
+    if not is_path(name) and name not in extension_names(LOGITS_PROCESSORS):
+        name = ":".join(name.rsplit(".", 1))
+    return find_extension(LOGITS_PROCESSORS, name, "logits_processors")
 
 
 class LogitsPipeline:

@@ -227,10 +227,10 @@ def check_kv_events(config: ServeConfig) -> None:
         return
     if importlib.util.find_spec("zmq") is None:
         raise ServeError("--kv-events-config needs pyzmq: pip install 'octavo[kv-events]'")
-    if not config.engine.enable_prefix_caching:
+    if not config.engine.reuses_prefixes:
         raise ServeError(
             "--kv-events-config publishes the contents of the prefix cache: leave out "
-            "--no-prefix-caching"
+            "--no-prefix-caching, --no-kv-cache and --kv-allocation"
         )
 
 

@@ -1,5 +1,6 @@
 """The core gives the oracle's tokens whatever the chunks, the cache, the pool, the tiers, the
-depth, the forks, the beams, the aborts, the steps that fail, the policy and the batching mode."""
+depth, the forks, the beams, the aborts, the steps that fail, the policy, the batching mode and the
+mechanisms that are switched off."""
 
 from __future__ import annotations
 
@@ -73,6 +74,19 @@ def test_speculative_workloads_equal_the_oracle(part: int) -> None:
     assert sum(t.drafted - t.accepted for t in total) > 200, "the workloads no longer reject drafts"
     assert sum(t.preemptions for t in total) > 50, "the workloads no longer exercise preemption"
     assert {t.settings["depth"] for t in total if t.accepted} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_workloads_with_mechanisms_switched_off_equal_the_oracle(part: int) -> None:
+    total = [
+        trial(seed, guided=seed % 4 == 0, beams=seed % 3 == 0, switches=True)
+        for seed in range(60_000 + part, 60_100, 4)
+    ]
+    for switch in ("keeps_kv", "contiguous", "chunked_prefill"):
+        assert {t.settings[switch] for t in total} == {True, False}
+    forgetful = [t for t in total if not t.settings["keeps_kv"]]
+    assert sum(t.recomputed for t in forgetful) > 500, "the workloads no longer recompute"
+    assert sum(t.cached for t in forgetful) == 0
 
 
 def test_workloads_on_several_ranks_equal_the_oracle() -> None:

@@ -599,7 +599,7 @@ def test_a_policy_of_your_own_is_found_by_its_path() -> None:
         ("no.such.module:P", "No module named 'no'"),
         ("octavo.core.policy:Nobody", "has no attribute 'Nobody'"),
         ("octavo.core.policy:POLICIES", "not a subclass"),
-        (":x", "cannot load"),
+        (":x", "unknown scheduling policy"),
     ],
 )
 def test_what_is_no_policy_is_said_to_be_none(name: str, says: str) -> None:

@@ -17,7 +17,7 @@ from octavo.errors import CheckpointError, ModelError
 from octavo.model import CausalLM
 from octavo.model.draft_head import DraftHead, load_draft_head
 from octavo.model.load import LoadOptions, load_model
-from octavo.ops import select
+from octavo.ops.backends import select
 from tests import tiny
 from tests.batch import empty_kv, make_batch, scattered_tables
 from tests.conftest import DEVICE

@@ -20,7 +20,7 @@ from octavo.model import CausalLM, build, registry
 from octavo.model.base import HEAD
 from octavo.model.load import load_model
 from octavo.model.rope import rope_table
-from octavo.ops import select
+from octavo.ops.backends import select
 from tests.batch import empty_kv, make_batch, scattered_tables
 from tests.conftest import DEVICE
 

@@ -19,7 +19,7 @@ from octavo.model import embedded, quant
 from octavo.model import quantized as quantized_files
 from octavo.model.dequant import CODED, FORMATS, as_codes, dequantize
 from octavo.model.load import LoadOptions, load_model, open_checkpoint
-from octavo.ops import select
+from octavo.ops.backends import select
 from octavo.ops.cpu.cpu_features import instruction_set
 from octavo.ops.kv import CODES
 from octavo.ops.reference import ReferenceOps

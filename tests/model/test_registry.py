@@ -12,11 +12,13 @@ from torch import Tensor
 
 from octavo.config import ModelConfig
 from octavo.errors import ModelError, UnknownArchitecture
+from octavo.extensions import ARCHITECTURES
 from octavo.model import CausalLM, Slot, build, registry
-from octavo.model.base import PLUGINS, Registry
+from octavo.model.base import Registry
 from octavo.model.layers import Embedding, Linear
 from octavo.model.rope import rope_table
-from octavo.ops import ForwardBatch, Ops, select
+from octavo.ops import ForwardBatch, Ops
+from octavo.ops.backends import select
 from tests.batch import empty_kv, make_batch, scattered_tables
 
 LLAMA: dict[str, Any] = dict(
@@ -311,7 +313,7 @@ def install(folder: Path, source: str, name: str = "PluginForCausalLM") -> None:
     (about / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: plugin-architecture\nVersion: 1.0\n"
     )
-    (about / "entry_points.txt").write_text(f"[{PLUGINS}]\n{name} = plugin_architecture\n")
+    (about / "entry_points.txt").write_text(f"[{ARCHITECTURES}]\n{name} = plugin_architecture\n")
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from octavo.config import ModelConfig
-from octavo.ops import ForwardBatch, select
+from octavo.ops import ForwardBatch
+from octavo.ops.backends import select
 from octavo.ops.reference import ReferenceOps
 from tests.batch import empty_kv, make_batch, scattered_tables
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops import select
+from octavo.ops.backends import select
 from octavo.ops.reference import ReferenceOps
 from tests.conftest import DEVICE
 from tests.ops.test_reference import BATCHES, draw, filled

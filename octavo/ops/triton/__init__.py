@@ -21,6 +21,7 @@ from octavo.ops.weight import JoinedWeight, QuantWeight
 
 class TritonOps(ReferenceOps):
     name = "triton"
+    capturable = True
 
     def pack(self, weight: Any) -> Any:
         if isinstance(weight, JoinedWeight):

@@ -1,0 +1,197 @@
+"""Chooses the backend of a device, and exchanges some of its operators for those of another one.
+
+    select                the operators for a device, as the options ask for them
+    find_attention        an attention backend by its name
+    ComposedOps           the operators of one backend, with those of others in some places
+    AttentionBackend      what a class of the user's must have
+
+The options exist to compare mechanisms. The defaults are the fastest choice.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+from octavo.errors import InvalidRequest
+from octavo.extensions import ATTENTION_BACKENDS, find_extension
+from octavo.ops import ForwardBatch, Ops
+from octavo.ops.reference import ReferenceOps
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from octavo.ops.fused_spec import DecoderSpec, Fused
+    from octavo.ops.kv import KV
+
+log = logging.getLogger(__name__)
+# Operators that a GPU backend fuses with their neighbours, and that fused_kernels=False computes
+# one by one in plain PyTorch.
+FUSED_OPERATORS = (
+    "rms_norm",
+    "layer_norm",
+    "silu_mul",
+    "gelu_mul",
+    "gelu",
+    "rope_and_cache",
+)
+
+
+class AttentionBackend(Protocol):
+    """A class of the user's that computes attention. It is made without arguments.
+
+    It may also have `capturable = True`: its kernels can then be captured in CUDA graphs.
+    """
+
+    name: str
+
+    def attention(
+        self, query: Tensor, kv_cache: KV, batch: ForwardBatch, scale: float, window: int = 0
+    ) -> Tensor:
+        """Compute attention as Ops.attention does."""
+        ...
+
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of KV that it reads, as Ops.kv_dtypes does."""
+        ...
+
+
+class OperatorChoice(NamedTuple):
+    """Which operators a model uses. The defaults are the fastest ones of the device."""
+
+    attention: str = "auto"  # "auto", a name of NAMES, an entry point or package.module:Class
+    fused_kernels: bool = True
+    fused_decoder: bool = True
+
+
+FASTEST = OperatorChoice()
+
+
+def select(device: str, choice: OperatorChoice = FASTEST) -> Ops:
+    """Return the operators for a device. Raises InvalidRequest for a backend that cannot run."""
+    base = device_backend(device)
+    attention = base if choice.attention == "auto" else find_attention(choice.attention, device)
+    if attention.name == base.name:
+        attention = base
+    if attention is base and choice.fused_kernels and choice.fused_decoder:
+        return base
+    return cast("Ops", ComposedOps(base, attention, choice.fused_kernels))
+
+
+def device_backend(device: str) -> Ops:
+    """Return the fastest backend for a device."""
+    if device == "cpu":
+        from octavo.ops.cpu import CpuOps
+
+        return CpuOps()
+    try:
+        from octavo.ops.triton import TritonOps
+
+        return TritonOps()
+    except ImportError as missing:
+        log.warning(
+            "Triton cannot be used (%s): running plain PyTorch, several times slower", missing
+        )
+        return ReferenceOps()
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def reference_attention(device: str) -> AttentionBackend:
+    return ReferenceOps()
+
+
+def cpu_attention(device: str) -> AttentionBackend:
+    from octavo.ops.cpu import CpuOps
+    from octavo.ops.cpu.cpu_features import instruction_set
+
+    if device != "cpu":
+        raise InvalidRequest(
+            f"attention_backend cpu runs on a CPU, but the device is {device}: use triton or "
+            "reference",
+            "attention_backend",
+        )
+    found = instruction_set()
+    if isinstance(found, str):
+        raise InvalidRequest(
+            f"attention_backend cpu cannot run here: {found}. Use reference", "attention_backend"
+        )
+    return CpuOps()
+
+
+def triton_attention(device: str) -> AttentionBackend:
+    if device != "cuda":
+        raise InvalidRequest(
+            f"attention_backend triton needs an NVIDIA GPU, but the device is {device}: use cpu "
+            "or reference",
+            "attention_backend",
+        )
+    try:
+        from octavo.ops.triton import TritonOps
+    except ImportError as missing:
+        raise InvalidRequest(
+            f"attention_backend triton cannot run here ({missing}): install triton, or use "
+            "reference",
+            "attention_backend",
+        ) from None
+    return TritonOps()
+
+
+BUILT_IN = {
+    "reference": reference_attention,
+    "cpu": cpu_attention,
+    "triton": triton_attention,
+}
+NAMES = ("auto", *BUILT_IN)
+
+
+def find_attention(name: str, device: str) -> AttentionBackend:
+    """Return an attention backend by its name. Raises InvalidRequest if it cannot run here."""
+    if name in BUILT_IN:
+        return BUILT_IN[name](device)
+    found = find_extension(ATTENTION_BACKENDS, name, "attention_backend")
+    backend = found() if isinstance(found, type) else found
+    missing = [part for part in ("name", "attention", "kv_dtypes") if not hasattr(backend, part)]
+    if missing:
+        raise InvalidRequest(
+            f"attention_backend {name!r} has no {' and no '.join(missing)}: it must have the "
+            "members of octavo.ops.backends.AttentionBackend",
+            "attention_backend",
+        )
+    return cast("AttentionBackend", backend)
+
+
+# ---- composition ---------------------------------------------------------------------------------
+
+
+class ComposedOps:
+    """The operators of a backend, with attention or the small operators of another one.
+
+    The layers of a decoder are computed operator by operator, because a fused decoder contains
+    operators that are to be exchanged."""
+
+    def __init__(self, base: Ops, attention: Any, fused_kernels: bool):
+        self.base = base
+        self.attention_backend = attention
+        self.name = base.name
+        self.variant = f"attention {attention.name}, fused kernels {fused_kernels}"
+        self.capturable = base.capturable and getattr(attention, "capturable", False)
+        self.ranks = base.ranks
+        self.attention = attention.attention
+        self.exchanged: dict[str, Any] = {}
+        if not fused_kernels:
+            plain = ReferenceOps()
+            self.exchanged = {name: getattr(plain, name) for name in FUSED_OPERATORS}
+
+    def __getattr__(self, operator: str) -> Any:
+        exchanged = self.__dict__.get("exchanged", {})
+        return exchanged.get(operator) or getattr(self.base, operator)
+
+    def fuse(self, decoder: DecoderSpec) -> Fused | None:
+        return None
+
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        readable = self.attention_backend.kv_dtypes(dtype)
+        return tuple(found for found in self.base.kv_dtypes(dtype) if found in readable)
