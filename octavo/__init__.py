@@ -18,13 +18,24 @@ if TYPE_CHECKING:
     from octavo.compat.llm_engine import LLMEngine
     from octavo.compat.prompts import PromptType, TextPrompt, TokensPrompt
     from octavo.llm import LLM
-    from octavo.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+    from octavo.outputs import (
+        BeamSearchOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from octavo.params import (
         BeamSearchParams,
         RepetitionDetectionParams,
         SamplingParams,
         StructuredOutputsParams,
     )
+    from octavo.pooling import PoolingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,12 +45,19 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RepetitionDetectionParams",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -55,6 +73,13 @@ _HOME = {
     "BeamSearchOutput": "octavo.outputs",
     "BeamSearchParams": "octavo.params",
     "CompletionOutput": "octavo.outputs",
+    "EmbeddingOutput": "octavo.outputs",
+    "EmbeddingRequestOutput": "octavo.outputs",
+    "PoolingOutput": "octavo.outputs",
+    "PoolingParams": "octavo.pooling",
+    "PoolingRequestOutput": "octavo.outputs",
+    "ScoringOutput": "octavo.outputs",
+    "ScoringRequestOutput": "octavo.outputs",
     "RequestOutput": "octavo.outputs",
     "SamplingParams": "octavo.params",
     "RepetitionDetectionParams": "octavo.params",

@@ -55,6 +55,7 @@ class Collector:
         self.cached = 0  # prompt tokens found in the prefix cache
         self.drafts: dict[int, DraftCount] = {}  # index of a completion -> its verified drafts
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.pooled: bytes | None = None  # hidden states, if the request wants them
         self.error: str | None = None
         # A caller that streams the reply sets a list, and new pieces are appended to it.
         self.pieces: list[CompletionOutput] | None = None
@@ -89,6 +90,7 @@ class Collector:
         if output.drafts is not None:
             self.drafts[output.index] = output.drafts
         self.error = output.error or self.error
+        self.pooled = output.pooled
         piece = self._decode(output)
         self._extend(completion, piece)
         if piece.finish_reason is not None:
@@ -215,4 +217,5 @@ class Collector:
             error=self.error,
             num_accepted_drafts=self.accepted_drafts,
             num_rejected_drafts=self.rejected_drafts,
+            pooled=self.pooled,
         )

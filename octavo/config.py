@@ -202,3 +202,21 @@ class ProfilerConfig:
     delay_iterations: int = 0  # steps before the trace begins, if max_iterations is not 0
     max_iterations: int = 0  # steps that the trace has; 0: all until LLM.stop_profile
     profiler: str = "torch"  # vLLM's name of the only kind
+
+
+# How hidden states of a prompt become a result: the state of the last token, the mean of all, or
+# all of them.
+POOLINGS = ("last", "mean", "all")
+
+
+@dataclass(frozen=True)
+class PoolerConfig:
+    """How an embedding is made of the hidden states of a text. The names are vLLM's."""
+
+    pooling_type: str = "LAST"  # LAST or MEAN
+    use_activation: bool = True  # Embeddings have length 1, unless a request says otherwise.
+
+    @property
+    def pooling(self) -> str:
+        """The name of it in POOLINGS."""
+        return self.pooling_type.lower()

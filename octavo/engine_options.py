@@ -19,7 +19,13 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypedDict
 
 from octavo import vllm_options
-from octavo.config import DTYPE_BYTES, KV_CODES, ProfilerConfig, SpeculativeConfig
+from octavo.config import (
+    DTYPE_BYTES,
+    KV_CODES,
+    PoolerConfig,
+    ProfilerConfig,
+    SpeculativeConfig,
+)
 from octavo.core.batching import check_batching
 from octavo.core.bounded_kv import KV_EVICTIONS
 from octavo.core.draft_methods import parse_speculative
@@ -134,6 +140,25 @@ def profiler_settings(name: str, value: Any) -> ProfilerConfig:
         raise InvalidRequest(f"{name} must be a dictionary, got {value!r:.60}", name)
     known = {field.name for field in fields(ProfilerConfig)}
     return ProfilerConfig(**{field: value[field] for field in known & value.keys()})
+
+
+def pooler_settings(name: str, value: Any) -> PoolerConfig:
+    """Return the settings of a dictionary or of an object with the same fields. vLLM's other fields
+    have no effect."""
+    given = (
+        value if isinstance(value, dict) else getattr(value, "__dict__", {"pooling_type": value})
+    )
+    pooling = given.get("pooling_type") or given.get("seq_pooling_type") or "LAST"
+    activation = given.get("use_activation")
+    if activation is None:
+        activation = given.get("normalize", True)
+    if str(pooling).upper() not in ("LAST", "MEAN") or activation not in (True, False):
+        raise InvalidRequest(
+            f'{name} must be a dictionary such as {{"pooling_type": "MEAN", "use_activation": '
+            f"true}}, with the pooling_type LAST or MEAN, got {value!r:.80}",
+            name,
+        )
+    return PoolerConfig(str(pooling).upper(), activation)
 
 
 # ---- the options -------------------------------------------------------------------------------
@@ -546,6 +571,17 @@ class EngineOptions:
         ),
     ] = None
 
+    pooler_config: Annotated[
+        PoolerConfig | None,
+        Option(
+            'JSON object that says how embeddings are made, such as {"pooling_type": "MEAN"}. '
+            "Default: as the model says, else of the last token.",
+            "Model",
+            metavar="JSON",
+            reads="json",
+            check=pooler_settings,
+        ),
+    ] = None
     # Classes, or their names as package.module:Class (octavo/runner/logits_processors.py).
     logits_processors: Annotated[tuple[Any, ...], Option(check=class_list)] = ()
     profiler_config: Annotated[ProfilerConfig | None, Option(check=profiler_settings)] = None
@@ -712,6 +748,7 @@ class EngineKeywords(TypedDict, total=False):
     piggyback_tokens: int | None
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None
     record_trace: str | os.PathLike[str] | None
+    pooler_config: PoolerConfig | dict[str, Any] | None
     logits_processors: tuple[Any, ...] | list[Any]
     profiler_config: ProfilerConfig | dict[str, Any] | None
 

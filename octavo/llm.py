@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Unpack
 
+import torch
+
 from octavo.assemble import (
     DeviceFacts,
     EngineFactory,
@@ -44,8 +46,27 @@ from octavo.engine_options import EngineKeywords, EngineOptions, from_keywords
 from octavo.errors import InvalidRequest
 from octavo.generation_config import default_sampling, read_generation_config
 from octavo.llm_metrics import Metric, RequestTotals
-from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from octavo.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from octavo.params import BeamSearchParams, SamplingParams
+from octavo.pooler_config import read_pooler_config
+from octavo.pooling import (
+    PoolingParams,
+    Vector,
+    cosine,
+    pooled_vector,
+    pooling_sampling,
+)
 from octavo.profiler import StepProfiler
 from octavo.prompt_reader import Message, Prompt, PromptReader, ReadPrompt, as_list
 from octavo.request_loop import RequestLoop, no_garbage_collection
@@ -63,11 +84,8 @@ MISSING_METHODS = {
     "llm_engine": "call LLM.step and LLM.stream, or make an octavo.LLMEngine",
     "apply_model": "the model is LLM.model, in this process",
     "collective_rpc": "the engine runs in this process, without workers",
-    "encode": "pooling models are not supported",
-    "embed": "pooling models are not supported",
-    "classify": "pooling models are not supported",
-    "reward": "pooling models are not supported",
-    "score": "pooling models are not supported",
+    "classify": "Octavo has no models that classify: use LLM.embed or LLM.chat",
+    "reward": "Octavo has no reward models: use LLM.embed or LLM.encode",
     "sleep": "delete the LLM to free its memory",
     "wake_up": "make a new LLM",
     "update_weights": "make a new LLM with the new weights",
@@ -131,6 +149,7 @@ class LLM:
             recommended = self.checkpoint.generation_config
         overrides = options.override_generation_config or {}
         self.default_sampling = default_sampling(recommended | overrides)
+        self.pooler = options.pooler_config or read_pooler_config(self.checkpoint.directory)
         self.tokenizer = load_tokenizer(loaded, options)
         end_ids = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *end_ids}))
@@ -304,6 +323,111 @@ class LLM:
         """Return the token ids of a conversation. `template` options are those of `chat`."""
         return self.reader.read_chat(messages, **template).token_ids
 
+    # ---- embeddings ------------------------------------------------------------------------------
+
+    def embed(
+        self,
+        prompts: Prompt | list[Prompt] | Any,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | list[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of every prompt (docs/embeddings.md)."""
+        refuse_adapters(lora_request)
+        refuse_unused(tokenization_kwargs=tokenization_kwargs)
+        return [
+            EmbeddingRequestOutput(*common_fields(output), outputs=EmbeddingOutput(vector.tolist()))
+            for output, vector in self._pool(prompts, self.pooler.pooling, pooling_params, use_tqdm)
+        ]
+
+    def encode(
+        self,
+        prompts: Prompt | list[Prompt] | Any,
+        pooling_params: PoolingParams | list[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return hidden states of every prompt as a tensor: its embedding, or the states of all of
+        its tokens if `pooling_task` is "token_embed"."""
+        refuse_adapters(lora_request)
+        refuse_unused(tokenization_kwargs=tokenization_kwargs)
+        if pooling_task not in (None, "embed", "encode", "token_embed"):
+            raise InvalidRequest(
+                f"pooling_task must be embed or token_embed, got {pooling_task!r:.60}",
+                "pooling_task",
+            )
+        pooling = "all" if pooling_task == "token_embed" else self.pooler.pooling
+        return [
+            PoolingRequestOutput(
+                *common_fields(output), outputs=PoolingOutput(torch.from_numpy(vector.copy()))
+            )
+            for output, vector in self._pool(prompts, pooling, pooling_params, use_tqdm)
+        ]
+
+    def score(
+        self,
+        data_1: Prompt | list[Prompt] | Any,
+        data_2: Prompt | list[Prompt] | Any,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how similar two texts are: the cosine of their embeddings. One text is compared
+        with each of a list, or two lists pair by pair."""
+        left, right = as_list(data_1), as_list(data_2)
+        if len(left) not in (1, len(right)):
+            raise InvalidRequest(
+                f"{len(left)} texts cannot be compared with {len(right)}: give one text and a list,"
+                " or two lists of the same length",
+                "data_1",
+            )
+        refuse_adapters(lora_request)
+        found = self._pool([*left, *right], self.pooler.pooling, pooling_params, use_tqdm)
+        return [
+            ScoringRequestOutput(
+                second.request_id,
+                first.prompt_token_ids + second.prompt_token_ids,
+                second.num_cached_tokens,
+                outputs=ScoringOutput(cosine(first_vector, second_vector)),
+            )
+            for (first, first_vector), (second, second_vector) in zip(
+                found[: len(left)] * (len(right) // len(left)), found[len(left) :], strict=True
+            )
+        ]
+
+    def _pool(
+        self,
+        prompts: Prompt | list[Prompt] | Any,
+        pooling: str,
+        pooling_params: PoolingParams | list[PoolingParams] | None,
+        use_tqdm: bool,
+    ) -> list[tuple[RequestOutput, Vector]]:
+        """Compute every prompt, and return its embedding or, with pooling "all", its states."""
+        read = [self.reader.read(prompt) for prompt in as_list(prompts)]
+        given = PoolingParams() if pooling_params is None else pooling_params
+        params = given if isinstance(given, list) else [given] * len(read)
+        if len(params) != len(read):
+            raise InvalidRequest(
+                f"{len(params)} pooling_params for {len(read)} prompts: give one for all, or one "
+                "each",
+                "pooling_params",
+            )
+        for one in params:
+            one.check_size(self.config.hidden_size)
+        arrival = time.monotonic()
+        requests = [self._request(prompt, pooling_sampling(), arrival) for prompt in read]
+        for request in requests:
+            request.pooling = pooling
+            request.offline = len(requests) > 1
+        outputs = self._complete(requests, [prompt.text for prompt in read], use_tqdm)
+        return [
+            (output, pooled_vector(output, pooling, self.pooler, one))
+            for output, one in zip(outputs, params, strict=True)
+        ]
+
     # ---- streaming -------------------------------------------------------------------------------
 
     def stream(
@@ -411,9 +535,15 @@ class LLM:
             )
             for i, prompt in enumerate(prompts)
         ]
+        return self._complete(requests, [prompt.text for prompt in prompts], use_tqdm)
+
+    def _complete(
+        self, requests: list[Request], texts: list[str | None], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Run requests to their end. `texts` are the texts of their prompts."""
         try:
-            for i, request in enumerate(requests):
-                self.loop.add(request, prompts[i].text)
+            for request, text in zip(requests, texts, strict=True):
+                self.loop.add(request, text)
             done = self._finish({request.id for request in requests}, use_tqdm)
         finally:
             # A request that was refused, or an interrupt, must not leave the others behind.
@@ -509,6 +639,11 @@ def close_runner(runner: Runner, ranks: Ranks | None) -> None:
         runner.tier_store.close()
     if ranks is not None:
         ranks.close()
+
+
+def common_fields(output: RequestOutput) -> tuple[str, list[int], int]:
+    """Return the fields that the result of pooling takes from an output."""
+    return output.request_id, output.prompt_token_ids, output.num_cached_tokens
 
 
 def refuse_adapters(lora_request: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -82,3 +83,53 @@ class RequestOutput:
     # Speculative decoding: drafts that became tokens of the reply, and those that did not.
     num_accepted_drafts: int = 0
     num_rejected_drafts: int = 0
+    pooled: bytes | None = None  # float32 hidden states, of a request for embeddings
+
+
+# ---- pooling -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """A tensor: an embedding [hidden], or the states of every token [tokens, hidden]."""
+
+    data: Any
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float  # the cosine of two embeddings, -1 to 1
+
+
+@dataclass(slots=True)
+class PooledRequest:
+    """What the results of pooling have in common."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolingRequestOutput(PooledRequest):
+    outputs: PoolingOutput
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbeddingRequestOutput(PooledRequest):
+    outputs: EmbeddingOutput
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoringRequestOutput(PooledRequest):
+    outputs: ScoringOutput

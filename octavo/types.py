@@ -57,6 +57,7 @@ class Request:
     submitted: float = 0.0  # when the front sent it to the engine process; 0: same process
     # Part of an offline batch: only the time until all of its replies are finished matters.
     offline: bool = False
+    pooling: str | None = None  # of POOLINGS: return hidden states of the prompt, not text
 
 
 # ---- sequences -----------------------------------------------------------------------------------
@@ -157,6 +158,7 @@ class Sequence:
 
     # By position; filled in while the prompt is computed.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    pooled: array[float] = field(default_factory=lambda: array("f"))  # hidden states so far
     queued_at: float = 0.0  # on the scheduler's clock
     first_token_at: float | None = None  # likewise; None: no token yet
 
@@ -176,11 +178,14 @@ class Sequence:
 
     @property
     def owes_prompt_logprobs(self) -> bool:
-        """True while requested prompt logprobs are missing.
-
-        Every prompt position but the last must then be computed, not taken from the cache."""
+        """True while requested prompt logprobs are missing."""
         logprobs = self.prompt_logprobs
         return logprobs is not None and len(logprobs) > 1 and logprobs[-1] is None
+
+    @property
+    def needs_all_positions(self) -> bool:
+        """True if no position may be taken from the cache: each has a result that is wanted."""
+        return self.owes_prompt_logprobs or self.request.pooling in ("mean", "all")
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -206,6 +211,7 @@ class Item(NamedTuple):
     # The last `num_drafts` tokens are drafts. A token is sampled after each draft and after the
     # token before the first one. The step keeps what a decode without drafts would have sampled.
     num_drafts: int = 0
+    pooling: str | None = None  # report hidden states: the last, their sum ("mean"), or all
 
 
 class NewSlot(NamedTuple):
@@ -321,6 +327,7 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     # item index -> fraction of its attention that each logical block received
     attention_mass: dict[int, list[float]] = field(default_factory=dict)
+    pooled: dict[int, array[float]] = field(default_factory=dict)  # item index -> hidden states
     compute_seconds: float = 0.0  # device time of the items; 0: not measured
     load_seconds: float = 0.0  # device time of the loads; 0: not measured
     disk_events: list[DiskEvent] = field(default_factory=list)
@@ -366,3 +373,4 @@ class Output:
     error: str | None = None
     code: str | None = None  # stable error code, set if the request itself caused the error
     drafts: DraftCount | None = None  # of the sequence so far; None without speculative decoding
+    pooled: bytes | None = None  # float32 values; set in the output of a request with `pooling`

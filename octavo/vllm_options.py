@@ -157,17 +157,12 @@ REFUSED = (
         },
     ),
     RefusedOptions(
-        "Octavo runs models that generate text",
-        {
-            "task": "auto",
-            "runner": "auto",
-            "convert": "auto",
-            "pooler_config": None,
-            "override_pooler_config": None,
-            "enable_prompt_embeds": False,
-            "diffusion_config": None,
-        },
+        "Octavo generates text and computes embeddings, always both",
+        {"task": "auto", "runner": "auto", "convert": "auto"},
     ),
+    RefusedOptions("give it as pooler_config", {"override_pooler_config": None}),
+    RefusedOptions("prompts are text or token ids", {"enable_prompt_embeds": False}),
+    RefusedOptions("Octavo has no diffusion models", {"diffusion_config": None}),
     RefusedOptions(
         "an engine divides its model with tensor_parallel_size alone. Start several servers "
         "behind octavo route for more",
@@ -377,9 +372,9 @@ SERVER_ADVICE = ADVICE | advice_of(SERVER_REFUSED)
 SERVER_DEFAULTS = DEFAULTS | SERVER_NO_EFFECT | defaults_of(SERVER_REFUSED)
 # Other values that ask for nothing more than the default.
 ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "task": ("generate",),
-    "runner": ("generate",),
-    "convert": ("none",),
+    "task": ("generate", "embed", "embedding"),
+    "runner": ("generate", "pooling"),
+    "convert": ("none", "embed"),
     "distributed_executor_backend": ("mp", "uni"),
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ class FakeRunner:
         logprobs: list[list[TokenLogprobs]] = []
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         mass: dict[int, list[float]] = {}
+        pooled: dict[int, array[float]] = {}
         seen: set[int] = set()
         for i, item in enumerate(plan.items):
             assert item.slot not in seen, "a row twice in one plan"
@@ -142,6 +144,8 @@ class FakeRunner:
                     mass[i] = oracle.attention(entries, self.size)  # type: ignore[arg-type]
             tokens.append(new)
             logprobs.append(found)
+            if item.pooling is not None:
+                pooled[i] = self._pool(row, start, item.pooling)
             if item.prompt_logprobs is not None:  # a number that tells the position and the token
                 after = [*row.tokens[start + 1 : start + item.num_tokens + 1], -1][
                     : item.num_tokens
@@ -156,6 +160,7 @@ class FakeRunner:
             logprobs,
             prompt_logprobs,
             attention_mass=mass,
+            pooled=pooled,
             corrupt_host_blocks={slot for slot, _ in plan.loads if slot in self.spoilt},
         )
         if self.host:
@@ -173,6 +178,14 @@ class FakeRunner:
             result.disk_events = self._disk_news()
 
         return Handle(result, finish)
+
+    def _pool(self, row: Row, start: int, pooling: str) -> array[float]:
+        """The hidden states of the positions from `start` on, as the block table has them."""
+        entries = [self.kv[row.table[p // self.size]][p % self.size] for p in range(row.computed)]
+        states = [oracle.state(entries[: p + 1]) for p in range(start, row.computed)]  # type: ignore[arg-type]
+        if pooling == "mean":
+            states = [sum(states)]
+        return array("f", states if pooling != "last" else states[-1:])
 
     def _guess(self, row: Row, count: int) -> list[int]:
         """The tokens that will be sampled, some of them wrong."""

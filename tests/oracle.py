@@ -119,3 +119,20 @@ def generate(
         if guide:
             guide.accept(tokens[-1])
     return tokens[len(prompt) :]
+
+
+def state(entries: Iterable[tuple[int, int]]) -> float:
+    """The hidden state of the last entry: a number that depends on every entry."""
+    found = 0
+    for token, position in entries:
+        found = (31 * found + 7 * token + position + 1) % 1009
+    return float(found)
+
+
+def pooled(prompt: list[int], pooling: str) -> list[float]:
+    """What a request for hidden states of its prompt gets."""
+    entries = [(token, position) for position, token in enumerate(prompt)]
+    states = [state(entries[: length + 1]) for length in range(len(entries))]
+    if pooling == "mean":
+        return [sum(states)]
+    return states if pooling == "all" else states[-1:]

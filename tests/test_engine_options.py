@@ -126,7 +126,7 @@ def test_none_asks_for_the_default() -> None:
         ({"enable_lora": True}, "enable_lora=True is not supported: an adapter must be merged"),
         ({"cpu_offload_gb": 4}, "cpu_offload_gb=4 is not supported: .* quantization"),
         ({"kv_cache_memory_bytes": 1}, "bound the KV cache with gpu_memory_utilization"),
-        ({"task": "embed"}, "task='embed' is not supported: Octavo runs models that generate"),
+        ({"task": "classify"}, "task='classify' is not supported: Octavo generates text and"),
         ({"no": 1}, "LLM does not support these options: no. Remove them"),
     ],
 )

@@ -30,6 +30,7 @@ class Trial:
     sequences: int = 0
     guided: int = 0
     beams: int = 0
+    pooled: int = 0
     preemptions: int = 0
     copies: int = 0
     cached: int = 0
@@ -217,13 +218,15 @@ def trial(
     drafts: bool = False,
     ranks: int = 1,
     switches: bool = False,
+    pooling: bool = False,
 ) -> Trial:
     """One random workload; the policy and the batching mode are drawn too, unless they are given.
     `guided`: some of the requests follow guides, several of them the same. `beams`: some are beam
     searches. `evict`: caches are bounded, and generation goes on beyond the context. `drafts`:
     decoding is speculative, with drafts of the host or the device, about two thirds of which are
     right. `ranks`: every plan is executed by so many runners, each with a disk of its own.
-    `switches`: the KV cache, paging or chunked prefill may be off."""
+    `switches`: the KV cache, paging or chunked prefill may be off. `pooling`: some requests get
+    hidden states of their prompt instead of text."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth
@@ -280,6 +283,12 @@ def trial(
     for r in todo if beams else ():
         if r.guide is None and g.random() < 0.4:
             r.params = random_beams(g)
+    for r in todo if pooling else ():
+        if r.guide is None and g.random() < 0.5:
+            r.params = SamplingParams(max_tokens=1, temperature=0)
+            r.pooling = g.choice(["last", "last", "mean", "all"])
+            if g.random() < 0.1:  # a prompt that fills the context
+                r.prompt = (r.prompt * MAX_LEN)[:MAX_LEN]
     requests = {r.id: r for r in todo}
     for r in todo:
         r.offline = riders.random() < offline
@@ -319,6 +328,7 @@ def trial(
     ended: dict[tuple[str, int], str] = {}
     logprobs: dict[str, list] = {}
     searched: dict[str, list[Output]] = {}
+    pooled: dict[str, array[float]] = {}
     aborted: set[str] = set()
     result = Trial(
         settings=dict(
@@ -339,6 +349,8 @@ def trial(
             key = (out.request_id, out.index)
             assert key not in ended, f"output after the end: {key}"
             got.setdefault(key, []).extend(out.tokens)
+            if out.pooled is not None:
+                pooled[out.request_id] = array("f", out.pooled)
             if out.prompt_logprobs is not None:
                 logprobs[out.request_id] = out.prompt_logprobs
             if out.finish_reason is not None:
@@ -409,6 +421,15 @@ def trial(
             assert logprobs[r.id][0] is None and have == [
                 (t, -float(p)) for p, t in enumerate(r.prompt[1:])
             ]
+        if r.pooling is not None:
+            assert (r.id, 0) in ended, f"{r.id} never ended"
+            if r.id not in aborted and ended[r.id, 0] != "error":
+                want = oracle.pooled(r.prompt, r.pooling)
+                assert pooled[r.id].tolist() == want and not got[r.id, 0], (
+                    f"trial {seed} {r.id} {result.settings}: {pooled[r.id]} instead of {want}"
+                )
+            result.pooled += 1
+            continue
         if r.params.use_beam_search:
             try:
                 assert len(searched[r.id]) == r.params.n, f"{r.id} never ended"

@@ -43,6 +43,12 @@ def set_random_seed(seed: int | None) -> None:
         torch.manual_seed(seed)
 
 
+def print_embeddings(embedding: list[float], indent: str = "") -> None:
+    """Print the first values of an embedding, and how many it has."""
+    shown = ", ".join(f"{value:.4f}" for value in embedding[:4])
+    print(f"{indent}Embedding: [{shown}, ...] ({len(embedding)} values)")
+
+
 class Platform:
     """The device that LLM uses by default."""
 

@@ -87,8 +87,7 @@ class PrefixCache:
         return Match(blocks, loads)
 
     def _may_match(self, seq: Sequence) -> bool:
-        # The logprobs of a prompt position exist only after that position has been computed.
-        return self.enabled and not seq.owes_prompt_logprobs
+        return self.enabled and not seq.needs_all_positions
 
     def waits_for_disk(self, seq: Sequence) -> bool:
         """Return whether the sequence waits and no host block has settled since it last looked."""

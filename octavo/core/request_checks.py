@@ -101,10 +101,13 @@ def _position_limit(request: Request, cache: CacheConfig, schedule: ScheduleConf
     kept_positions = max_kv_positions(cache)
     block_size = cache.block_size
     room = schedule.max_model_len - length
+    if request.pooling is not None:
+        room += 1  # no token is generated
     if room < 1:
+        left = "" if request.pooling is not None else " and one must be left to generate"
         raise ContextLengthExceeded(
-            f"the prompt has {length} tokens, but the context holds {schedule.max_model_len} and "
-            "one must be left to generate: shorten the prompt or raise max_model_len"
+            f"the prompt has {length} tokens, but the context holds {schedule.max_model_len}{left}"
+            ": shorten the prompt or raise max_model_len"
         )
     if length > kept_positions:
         raise ContextLengthExceeded(

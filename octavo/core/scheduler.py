@@ -23,6 +23,7 @@ This file is the loop: admit, plan, commit, preempt, finish. It relies on
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import merge
@@ -40,6 +41,7 @@ from octavo.core.bounded_kv import (
 from octavo.core.forks import SequenceGroups
 from octavo.core.invariants import check_invariants
 from octavo.core.policy import find_policy
+from octavo.core.pooled_states import add_states, pooled_output
 from octavo.core.prefix import Match, PrefixCache
 from octavo.core.queues import Queues, by_rank, fill_slot
 from octavo.core.repetition import REPETITION_DETECTED, is_repeating
@@ -90,7 +92,7 @@ DISK_READ = "its prefix is being read from disk"
 BATCH_FORMING = "its batch has not formed yet"
 OTHER_BEAMS = "it waits for its sibling beams"
 NOT_A_NUMBER = (
-    "the model's output holds no finite number to choose a token by: "
+    "the model's output holds no finite number, so it has no meaning: "
     "its weights are damaged, or its dtype is too narrow"
 )
 
@@ -543,9 +545,10 @@ class Scheduler:
                 slot=seq.slot,
                 start=start,
                 num_tokens=num_tokens,
-                sample=is_last,
+                sample=is_last and seq.request.pooling is None,
                 max_kv_len=seq.planned,
                 prompt_logprobs=seq.params.prompt_logprobs if seq.owes_prompt_logprobs else None,
+                pooling=seq.request.pooling,
             )
         )
         if is_last:
@@ -688,9 +691,20 @@ class Scheduler:
             if tokens:
                 logprobs = None if all_logprobs is None else all_logprobs[index]
                 generated_tokens += commit_tokens(seq, tokens, logprobs, outputs)
+            elif item.pooling is not None:
+                outputs += self._commit_pooled(seq, item, result.pooled[index])
         self.counters.computed_tokens += computed_tokens
         self.counters.generated_tokens += generated_tokens
         return outputs
+
+    def _commit_pooled(self, seq: Sequence, item: Item, states: array[float]) -> list[Output]:
+        """Keep the hidden states of a chunk. A sequence whose prompt is computed ends with them."""
+        if not add_states(seq, item, states):
+            return self._fail_not_a_number(seq)
+        if seq.computed < len(seq.tokens):
+            return []
+        self._finish(seq, "stop")
+        return [pooled_output(seq)]
 
     def _commit_drafts(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Advance a sequence over the accepted drafts, and give back the blocks of the rejected
@@ -766,7 +780,7 @@ class Scheduler:
         return num_kept
 
     def _fail_not_a_number(self, seq: Sequence) -> list[Output]:
-        """End a request whose logits hold no finite number. None of its KV may be reused."""
+        """End a request with infinite or undefined results. None of its KV may be reused."""
         for member in self.sequences_by_request[seq.request.id]:
             self.prefix.invalidate(member)
         return self.abort(seq.request.id, "error", NOT_A_NUMBER, NotANumber.code)

@@ -271,6 +271,11 @@ class Decoder(CausalLM):
             slots |= layer.slots(f"model.layers.{layer_index}.")
         return slots
 
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
+        """Add the prefix `model.`, which checkpoints of embedding models omit."""
+        return f"model.{name}" if name.startswith(("layers.", "embed_tokens.", "norm.")) else name
+
     def ignored_weights(self) -> set[str]:
         """Return the names of rotary frequencies, which old checkpoints store."""
         layers = range(self.config.num_layers)

@@ -7,6 +7,7 @@ between runs. `launch` never waits for the device; `wait()` of the handle does.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -74,6 +75,7 @@ class StepHandle:
     logprobs: SampledLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     attention_mass: Download | None = None  # of the items that want it, in order
+    pooled: dict[int, Download] = field(default_factory=dict)  # item index -> hidden states
     finish: Callable[[StepResult], None] | None = None  # adds what does not belong to items
 
     def wait(self) -> StepResult:
@@ -97,6 +99,8 @@ class StepHandle:
             (mass,) = self.attention_mass.wait()
             wanting = (index for index, item in enumerate(self.items) if item.wants_attention_mass)
             result.attention_mass = dict(zip(wanting, mass.tolist(), strict=True))
+        for index, states in self.pooled.items():
+            result.pooled[index] = array("f", states.wait()[0].numpy().tobytes())
         if self.finish is not None:
             self.finish(result)
         return result
@@ -134,6 +138,7 @@ class StagedStep(NamedTuple):
     shape: GraphShape | None  # of the CUDA graph to replay; None: run the kernels one by one
     item_of_row: list[int]  # the sampled items: each has one row of logits
     watched: list[int]  # items whose attention is measured
+    pooled: list[int]  # items whose hidden states are reported
     copy_sources: slice
     copy_targets: slice
     shifts: slice
@@ -266,12 +271,13 @@ class Runner:
         """Collect what the host must tell the device."""
         items = plan.items
         item_of_row = [index for index, item in enumerate(items) if item.sample]
+        pooled = [index for index, item in enumerate(items) if item.pooling is not None]
         copy_sources = upload.ints([source for source, _ in plan.copies])
         copy_targets = upload.ints([target for _, target in plan.copies])
         shifts = upload.ints([block for block, _ in plan.shifts])
         slot_changes = self.batch_slots.stage(plan, upload)
         shape = None
-        if self.graphs is not None and items and not watched:
+        if self.graphs is not None and items and not (watched or pooled):
             shape = self._find_shape(plan, self.graphs)
         lay_out_step = lay_out_rows if plan.num_drafts else lay_out
         layout = lay_out_step(items)
@@ -282,6 +288,7 @@ class Runner:
             shape=shape,
             item_of_row=item_of_row,
             watched=watched,
+            pooled=pooled,
             copy_sources=copy_sources,
             copy_targets=copy_targets,
             shifts=shifts,
@@ -356,7 +363,8 @@ class Runner:
         wants_prompt_logprobs = any(item.prompt_logprobs is not None for item in items)
         wants_hidden = self.drafter is not None and self.drafter.needs_hidden
         samples_all = len(staged.item_of_row) == num_tokens
-        if staged.item_of_row and not (wants_prompt_logprobs or wants_hidden or samples_all):
+        wants_all_hidden = wants_prompt_logprobs or wants_hidden or bool(staged.pooled)
+        if staged.item_of_row and not (wants_all_hidden or samples_all):
             batch.last = last_tokens(
                 batch, item_of_row, [spans[index] for index in staged.item_of_row]
             )
@@ -386,6 +394,10 @@ class Runner:
         if logits is not None:
             forward = ForwardResult(slots, logits, lengths)
             handle = self._sample(plan, staged.item_of_row, forward, prompt_logprobs)
+        handle.pooled = {
+            index: Download(pool(hidden, spans[index], items[index].pooling))
+            for index in staged.pooled
+        }
         if batch.watched is not None:
             handle.attention_mass = Download(batch.watched.mass / self.model.config.num_layers)
         if self.drafter is not None:
@@ -498,6 +510,15 @@ class Runner:
                 logprobs = logprobs_of(self.model.logits(hidden[part]), tokens, num_top)
                 computed.append(PromptLogprobs(index, num_top, Download(*logprobs, tokens)))
         return computed
+
+
+def pool(hidden: Tensor, span: Span, pooling: str | None) -> Tensor:
+    """Return hidden states of one item in float32: the last, the sum of all, or each of them."""
+    states = hidden[span.first : span.first + span.num]
+    if pooling == "last":
+        states = states[-1]
+    states = states.float()
+    return states.sum(0) if pooling == "mean" else states
 
 
 def slots_to_draft(plan: Plan) -> list[list[int]]:

@@ -74,7 +74,7 @@ class Limits:
     parts: int = 4096  # The parts of all messages together.
     tools: int = 128
     tool_chars: int = 256 * 2**10  # The length of all tools together, as JSON.
-    prompts: int = 1024  # The prompts of one request.
+    prompts: int = 2048  # The prompts of one request.
     prompt_tokens: int = 2**20  # The tokens of all prompts of one request.
     n: int = 128
     best_of: int = 20
@@ -89,6 +89,7 @@ class Limits:
     top_logprobs: int = 20
     completion_logprobs: int = 20  # OpenAI allows 5, but clients of vLLM request more.
     logprob_entries: int = 2_000_000  # Prompt positions x logprobs of each.
+    embedding_values: int = 8_388_608  # The numbers in a reply with embeddings.
     salt_chars: int = 256
     label_chars: int = 128
     timeout_seconds: float = 3600.0

@@ -89,6 +89,20 @@ def test_workloads_with_mechanisms_switched_off_equal_the_oracle(part: int) -> N
     assert sum(t.cached for t in forgetful) == 0
 
 
+@pytest.mark.parametrize("part", range(2))
+def test_workloads_with_pooling_equal_the_oracle(part: int) -> None:
+    total = [
+        trial(
+            seed, guided=seed % 4 == 0, drafts=seed % 3 == 0, switches=seed % 5 == 0, pooling=True
+        )
+        for seed in range(part, 120, 2)
+    ]
+    assert sum(t.pooled for t in total) > 60
+    assert sum(t.preemptions for t in total) > 20, "the workloads no longer exercise preemption"
+    assert sum(t.cached for t in total) > 300, "the workloads no longer exercise the prefix cache"
+    assert {t.settings["depth"] for t in total if t.pooled} == {1, 2, 3}
+
+
 def test_workloads_on_several_ranks_equal_the_oracle() -> None:
     """Tensor parallelism: ranks that get the plans alone do what rank 0 does."""
     total = [

@@ -21,6 +21,7 @@ from octavo.core import (
     blocks,
     bounded_kv,
     forks,
+    pooled_states,
     prefix,
     queues,
     request_checks,
@@ -73,7 +74,7 @@ BUGS = {
     "the slot is not freed": ("queues", "        self.free_slots.append(seq.slot)\n", ""),
     "blocks are not freed": ("scheduler", "            self.pool.release(block)\n", "            pass\n"),
     "an aborted request keeps waiting": ("scheduler", "            self.waiting.remove(seq)\n", "            pass\n"),
-    "prompt logprobs are taken from the cache": ("prefix", "return self.enabled and not seq.owes_prompt_logprobs", "return self.enabled"),
+    "prompt logprobs are taken from the cache": ("prefix", "return self.enabled and not seq.needs_all_positions", "return self.enabled"),
     "sequences wait for a preempted one": ("prefix", "                del self.computing[content_hash]\n", "                pass\n"),
     "a guided sequence is planned before its token is known": ("scheduler", "seq.guide is not None or seq.beam is not None or waits_to_draft", "seq.beam is not None or waits_to_draft"),
     "a guide does not advance": ("scheduler", "        guide.accept(token)\n", "        pass\n"),
@@ -172,6 +173,16 @@ SPECULATION_BUGS = {
     "a guide skips accepted drafts": ("scheduler", "                    advance_guide(seq.guide, token, ended=reason is not None)", "                    token is tokens[-1] and advance_guide(seq.guide, token, ended=reason is not None)"),
 }  # fmt: skip
 
+# Noticed by workloads with requests for hidden states.
+POOLING_BUGS = {
+    "states of the time before a preemption are kept": ("pooled_states", '    if not item.start or item.pooling == "last":\n', '    if not seq.pooled or item.pooling == "last":\n'),
+    "a prompt ends before its last chunk": ("scheduler", "        if seq.computed < len(seq.tokens):\n            return []\n", ""),
+    "a token is sampled too": ("scheduler", "sample=is_last and seq.request.pooling is None", "sample=is_last"),
+    "only the last chunk is added up": ("pooled_states", 'map(operator.add, seq.pooled, states)', "states"),
+    "states of cached positions are missing": ("prefix", "not seq.needs_all_positions", "not seq.owes_prompt_logprobs"),
+    "a prompt that fills the context is refused": ("request_checks", "        room += 1  # no token is generated\n", "        pass\n"),
+}  # fmt: skip
+
 CORE = [
     batching,
     blocks,
@@ -179,6 +190,7 @@ CORE = [
     forks,
     beam_search,
     request_checks,
+    pooled_states,
     prefix,
     queues,
     scheduler,
@@ -221,13 +233,15 @@ def planted(where: str, old: str, new: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", [*BUGS, *BOUNDED_KV_BUGS, *SPECULATION_BUGS])
+@pytest.mark.parametrize("name", [*BUGS, *BOUNDED_KV_BUGS, *SPECULATION_BUGS, *POOLING_BUGS])
 def test_a_planted_bug_is_noticed(name: str) -> None:
-    with planted(*(BUGS | BOUNDED_KV_BUGS | SPECULATION_BUGS)[name]):
+    with planted(*(BUGS | BOUNDED_KV_BUGS | SPECULATION_BUGS | POOLING_BUGS)[name]):
         for seed in range(600):
             try:
                 if name in SPECULATION_BUGS:
                     workloads.trial(seed, guided=seed % 2 == 0, drafts=True)
+                elif name in POOLING_BUGS:
+                    workloads.trial(seed, drafts=seed % 3 == 0, pooling=True)
                 elif name in BOUNDED_KV_BUGS:
                     workloads.trial(seed // 2, guided=seed % 2 == 1, evict=True)
                 else:

@@ -145,7 +145,7 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     (GENERATE, {"options": {"top_p": 7}}, 400, "options.top_p"),
     (GENERATE, {"prompt": "x" * 2000}, 400, "the context holds 1024"),
     (GENERATE, {"prompt": "x", "raw": True, "options": {"temperature": 9}}, 400, "options.temperature"),
-    ("/api/embed", {"input": "x"}, 400, "computes no embeddings"),
+    ("/api/embed", {"input": []}, 400, "a text or a list of texts"),
     ("/api/pull", {"model": "x"}, 404, "no such route"),
 ]  # fmt: skip
 

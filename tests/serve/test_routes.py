@@ -53,7 +53,7 @@ def test_batch_generate_has_exactly_its_shape(running: Running) -> None:
         ("/generate", {"prompt": "x" * 5000}, "prompt"),
         ("/batch_generate", {"prompts": []}, "prompts"),
         ("/batch_generate", {"prompts": "x"}, "prompts"),
-        ("/batch_generate", {"prompts": ["x"] * 2000}, "prompts"),
+        ("/batch_generate", {"prompts": ["x"] * 3000}, "prompts"),
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": []}, "prompt"),
         ("/tokenize", {"prompt": "\ud800"}, None),

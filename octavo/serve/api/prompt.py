@@ -217,18 +217,18 @@ async def completion_prompts(
     return found
 
 
-def prompt_list(prompt: str | list[Any] | None, limits: Limits) -> list[Any]:
+def prompt_list(prompt: str | list[Any] | None, limits: Limits, param: str = "prompt") -> list[Any]:
     """Return the prompts of a request as a list."""
     if prompt is None or prompt == []:
         raise invalid_field(
-            "prompt",
-            "prompt must be a string, a list of strings, a list of token ids, or a list of lists "
+            param,
+            f"{param} must be a string, a list of strings, a list of token ids, or a list of lists "
             "of token ids",
         )
     many = [prompt] if isinstance(prompt, str) or type(prompt[0]) in (int, float, bool) else prompt
     if len(many) > limits.prompts:
         raise invalid_field(
-            "prompt",
+            param,
             f"a request can have at most {limits.prompts} prompts, got {len(many)}",
             "param_out_of_range",
         )

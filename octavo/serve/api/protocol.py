@@ -172,6 +172,59 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     input: str | list[str] | None = None
+    prompt: str | None = None  # The name of the field of /api/embeddings.
+    truncate: bool | None = None
+    dimensions: int | None = None
+    options: dict[str, Any] | None = None
+
+
+class PoolingFields(msgspec.Struct, kw_only=True):
+    """The fields that all requests for embeddings and scores have."""
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None  # An older name of use_activation.
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    request_id: str | None = None
+    user: str | None = None
+
+
+class EmbeddingRequest(PoolingFields, kw_only=True):
+    input: str | list[Any] | None = None  # One or several texts or lists of token ids.
+    messages: list[dict[str, Any]] | None = None  # A conversation instead of the input.
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class PoolingRequest(EmbeddingRequest, kw_only=True):
+    task: Literal["embed", "token_embed"] | None = None
+
+
+class RerankRequest(PoolingFields, kw_only=True):
+    query: str | dict[str, Any] | None = None
+    documents: list[str | dict[str, Any]] | None = None
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+class ScoreRequest(PoolingFields, kw_only=True):
+    """One text or several on each side. The names of a pair are those of different clients."""
+
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
 
 
 class OllamaShowRequest(msgspec.Struct, kw_only=True):

@@ -356,10 +356,51 @@ OLLAMA = (
     _both(REFUSED, "template", "the server uses the chat template of the model", ""),
     _both(REFUSED, "context", "this server returns no context: use /api/chat", []),
 )  # fmt: skip
+EMBEDDINGS = (
+    _both(HONOURED, "input",
+          "a text, several texts, token ids or several lists of token ids; /pooling has it too"),
+    _both(HONOURED, "messages", "a conversation instead of the input"),
+    _both(HONOURED, "chat_template_kwargs", "variables of the chat template for messages", {}),
+    _both(HONOURED, "add_generation_prompt",
+          "true opens a turn of the assistant after the messages", False),
+    _both(HONOURED, "continue_final_message", "true leaves the last message open", False),
+    _both(HONOURED, "dimensions", "keeps this many leading values of an embedding"),
+    _both(HONOURED, "encoding_format",
+          "float, or base64 for the bytes of little-endian float32 values", "float"),
+    _both(HONOURED, "task",
+          "of /pooling: embed, or token_embed for the hidden state of every token", "embed"),
+    _both(HONOURED, "query", "of /rerank: a text"),
+    _both(HONOURED, "documents", "of /rerank: texts; of /score: one side of the comparison"),
+    _both(HONOURED, "top_n", "of /rerank: the number of documents in the reply"),
+    _both(HONOURED, "return_documents", "of /rerank: false leaves out the texts", True),
+    _both(HONOURED, "queries", "of /score: one side of the comparison"),
+    _both(HONOURED, "items", "of /score: another name of documents"),
+    _both(HONOURED, "text_1", "of /score: another name of queries"),
+    _both(HONOURED, "text_2", "of /score: another name of documents"),
+    _both(HONOURED, "data_1", "of /score: another name of queries"),
+    _both(HONOURED, "data_2", "of /score: another name of documents"),
+    _both(HONOURED, "use_activation",
+          "whether an embedding has the length 1; the default is the model's, or true"),
+    _both(HONOURED, "normalize", "another name of use_activation"),
+    _both(HONOURED, "truncate_prompt_tokens",
+          "truncates a text to this many tokens, or to as many as fit (-1)"),
+    _both(HONOURED, "truncation_side",
+          "left (the default) keeps the last tokens of a text, and right keeps the first"),
+    _both(HONOURED, "add_special_tokens", "whether BOS and EOS are put around a text"),
+    _both(IGNORED, "embed_dtype", "values are float32"),
+    _both(IGNORED, "endianness", "base64 values are little-endian"),
+    _both(IGNORED, "input_type", "this is a field of Cohere: write the instruction into the text"),
+    _both(REFUSED, "max_tokens_per_doc", "use truncate_prompt_tokens, for every text", 0),
+    _both(REFUSED, "max_tokens_per_query", "use truncate_prompt_tokens, for every text", 0),
+    _both(REFUSED, "instruction", "write the instruction into the query"),
+    _both(REFUSED, "embedding_types", "use encoding_format", []),
+    _both(REFUSED, "mm_processor_kwargs", "the input must be text", {}),
+)  # fmt: skip
 APIS: dict[str, tuple[Field, ...]] = {
     "Anthropic's Messages": MESSAGES,
     "OpenAI's Responses": RESPONSES,
     "Ollama": OLLAMA,
+    "Embeddings and scores": EMBEDDINGS,
 }
 
 
@@ -371,6 +412,7 @@ def api_table(group: tuple[Field, ...]) -> dict[str, Field]:
 MESSAGES_TABLE = api_table(MESSAGES)
 RESPONSES_TABLE = api_table(RESPONSES)
 OLLAMA_TABLE = api_table(OLLAMA)
+EMBEDDINGS_TABLE = api_table(EMBEDDINGS)
 
 
 def _status(field: Field) -> str:

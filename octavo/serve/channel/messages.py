@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.config import PoolerConfig
 from octavo.engine_options import EngineOptions
 from octavo.params import SamplingParams
 from octavo.serve.kv_events_config import KVEventsConfig
@@ -40,6 +41,7 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     # If the reply is not streamed, the engine sends the first token, and the others at the end.
     send_at_end: bool = False
     traced: bool = False  # The engine sends RequestSpans for the request.
+    pooling: str | None = None  # Request.pooling
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -101,6 +103,8 @@ class Loaded(msgspec.Struct, tag=True, array_like=True):
     sampling: dict[str, int | float] = {}
     eos_ids: list[int] = []  # The tokens that end a text, unless a request sets ignore_eos.
     speculative: str = ""  # The method of speculative decoding and its settings, or "".
+    hidden_size: int = 0
+    pooler: PoolerConfig = PoolerConfig()
 
     @property
     def longest(self) -> int:

@@ -6,7 +6,6 @@ from typing import Any
 
 from octavo import __version__
 from octavo.serve.api import ollama_api, validate
-from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.ollama_api import LineWriter, loaded_reply, served_name
 from octavo.serve.api.protocol import (
     OllamaChatRequest,
@@ -104,11 +103,3 @@ async def show(exchange: Exchange) -> None:
 
 async def version(exchange: Exchange) -> None:
     await exchange.reply({"version": __version__})
-
-
-async def embed(exchange: Exchange) -> None:
-    raise ApiError(
-        400,
-        "this server computes no embeddings: use a server with an embedding model",
-        "embeddings_not_supported",
-    )

@@ -215,6 +215,7 @@ class EngineLoop:
                     tenant=message.tenant,
                     guide=guide,
                     submitted=message.submitted,
+                    pooling=message.pooling,
                 )
             )
         except InvalidRequest as error:
@@ -493,6 +494,8 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
         sampling=llm.default_sampling,
         eos_ids=list(llm.eos_ids),
         speculative="" if speculative is None else describe_speculative(speculative),
+        hidden_size=llm.config.hidden_size,
+        pooler=llm.pooler,
     )
 
 

@@ -406,6 +406,7 @@ class EngineClient:
                 send_at_end=not call.stream
                 and is_decoded_at_end(request.params, call.make_end_check),
                 traced=call.spans is not None,
+                pooling=request.pooling,
             )
             self.supervisor.send(message, on_sent)
 

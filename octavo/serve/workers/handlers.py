@@ -19,7 +19,12 @@ from octavo.errors import InvalidRequest
 from octavo.serve.api import prompt, protocol
 from octavo.serve.api.api_errors import invalid_field, prompt_too_long
 from octavo.serve.api.parse import count_values, read_request
-from octavo.serve.api.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from octavo.serve.api.protocol import (
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from octavo.serve.channel.jobs import (
     Compile,
     Decode,
@@ -87,7 +92,11 @@ def parse_body(context: Context, job: Parse) -> tuple[msgspec.Struct, dict[str, 
     request, unknown = read_request(job.data, kind, context.limits)
     check_texts(context, request)
     if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
-        request.prompt = packed_prompts(context, request)
+        is_cut = request.truncate_prompt_tokens is not None
+        request.prompt = packed_prompts(context, request.prompt, is_cut, "prompt")
+    if isinstance(request, EmbeddingRequest) and isinstance(request.input, list):
+        is_cut = request.truncate_prompt_tokens is not None
+        request.input = packed_prompts(context, request.input, is_cut, "input")
     if isinstance(request, protocol.OpenAI | protocol.MessagesRequest):
         request.metadata = None  # This field has no effect and may be large.
     check_values(context, request)
@@ -123,34 +132,38 @@ def check_texts(context: Context, request: msgspec.Struct) -> None:
     """Refuse texts that are longer than the context, so that they are not sent back."""
     if isinstance(request, TokenizeRequest) or getattr(request, "truncate_prompt_tokens", None):
         return
-    for name in ("prompt", "prompts"):
+    names = ("input",) if isinstance(request, EmbeddingRequest) else ("prompt", "prompts")
+    for name in names:
         given = getattr(request, name, None)
         for text in given if isinstance(given, list) else [given]:
             if isinstance(text, str):
                 prompt.check_size(context.tokenizer, len(text), context.max_model_len, name)
 
 
-def packed_prompts(context: Context, request: CompletionRequest) -> list[Any]:
-    """Check the token ids among the prompts, and return the prompts with token ids packed."""
+def packed_prompts(context: Context, given: list[Any], is_cut: bool, param: str) -> list[Any]:
+    """Check the token ids among the prompts, and return the prompts with token ids packed.
+
+    `is_cut` says that prompts which are too long are truncated.
+    """
     limits = context.limits
-    prompts = prompt.prompt_list(request.prompt, limits)
+    prompts = prompt.prompt_list(given, limits, param)
     total = 0
-    for index, given in enumerate(prompts):
-        if not isinstance(given, list):
+    for index, one in enumerate(prompts):
+        if not isinstance(one, list):
             continue
-        if request.truncate_prompt_tokens is None and len(given) >= context.max_model_len:
-            raise prompt_too_long(len(given), context.max_model_len)
-        total += len(given)
-        check_total(total, limits)
-        ids = prompt.check_ids(given, context.vocab_size, "prompt")
+        if not is_cut and len(one) >= context.max_model_len:
+            raise prompt_too_long(len(one), context.max_model_len, param)
+        total += len(one)
+        check_total(total, limits, param)
+        ids = prompt.check_ids(one, context.vocab_size, param)
         prompts[index] = pack(ids)
     return prompts
 
 
-def check_total(count: int, limits: Limits) -> None:
+def check_total(count: int, limits: Limits, param: str = "prompt") -> None:
     if count > limits.prompt_tokens:
         raise invalid_field(
-            "prompt",
+            param,
             f"the prompts of one request can have at most {limits.prompt_tokens} tokens together: "
             "send fewer prompts in one request",
             "param_out_of_range",

@@ -1,0 +1,209 @@
+"""Requests for embeddings and scores, and their replies, without I/O.
+
+A request becomes a CompletionRequest or a ChatRequest with the same prompts, which takes their path
+through the checks. The engine computes the prompts and generates nothing (octavo/pooling.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from typing import Any
+
+import msgspec
+
+from octavo.collect import Collector
+from octavo.config import PoolerConfig
+from octavo.pooling import PoolingParams, Vector, cosine, embedding
+from octavo.serve.api.api_errors import invalid_field
+from octavo.serve.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    OllamaEmbedRequest,
+    PoolingFields,
+    RerankRequest,
+    ScoreRequest,
+)
+from octavo.serve.api.translation import FieldNames
+
+encode = msgspec.json.Encoder().encode
+# The pairs of fields that hold the two sides of a score.
+SCORE_SIDES = (
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("text_1", "text_2"),
+    ("data_1", "data_2"),
+)
+
+# ---- requests ----------------------------------------------------------------------------------
+
+
+def completion_of(body: PoolingFields, prompts: Any) -> CompletionRequest:
+    """Return a completion whose prompts are the texts of a request."""
+    return CompletionRequest(
+        model=body.model,
+        prompt=prompts,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
+        add_special_tokens=body.add_special_tokens,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+        timeout=body.timeout,
+        request_id=body.request_id,
+        user=body.user,
+    )
+
+
+def chat_of(body: EmbeddingRequest) -> ChatRequest:
+    """Return a chat whose prompt is the conversation of a request."""
+    return ChatRequest(
+        model=body.model,
+        messages=body.messages,
+        chat_template_kwargs=body.chat_template_kwargs,
+        # An embedding is of what was said, so no turn is opened for an answer.
+        add_generation_prompt=bool(body.add_generation_prompt),
+        continue_final_message=body.continue_final_message,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
+        add_special_tokens=body.add_special_tokens,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+        timeout=body.timeout,
+        request_id=body.request_id,
+        user=body.user,
+    )
+
+
+def translate_embedding(
+    body: EmbeddingRequest,
+) -> tuple[CompletionRequest | ChatRequest, FieldNames]:
+    if (body.input is None) == (body.messages is None):
+        raise invalid_field("input", "the request must have either input or messages")
+    if body.messages is not None:
+        return chat_of(body), FieldNames({})
+    return completion_of(body, body.input), FieldNames({"prompt": "input"})
+
+
+def params_of(
+    body: PoolingFields, dimensions: int | None = None, hidden_size: int = 0
+) -> PoolingParams:
+    params = PoolingParams(dimensions, body.use_activation, body.normalize)
+    params.check_size(hidden_size)
+    return params
+
+
+def rerank_texts(body: RerankRequest) -> list[str]:
+    """Return the query and the documents."""
+    if body.query is None or not body.documents:
+        missing = "documents" if body.query is not None else "query"
+        raise invalid_field(missing, "the request must have a query, and documents to compare with")
+    if body.top_n is not None and body.top_n < 0:
+        raise invalid_field("top_n", f"top_n must be at least 0, got {body.top_n}")
+    query = text_of(body.query, "query")
+    return [query, *(text_of(each, f"documents.{i}") for i, each in enumerate(body.documents))]
+
+
+def text_of(value: str | dict[str, Any], param: str) -> str:
+    """Return a text, which may be the field `text` of an object."""
+    found = value if isinstance(value, str) else value.get("text")
+    if not isinstance(found, str):
+        raise invalid_field(param, f"{param} must be a text, or an object with the field text")
+    return found
+
+
+def score_sides(body: ScoreRequest) -> tuple[list[str], list[str]]:
+    """Return the texts of both sides: one and several, or as many on each side."""
+    for first, second in SCORE_SIDES:
+        left, right = getattr(body, first), getattr(body, second)
+        if left is None or right is None:
+            continue
+        many_left = [left] if isinstance(left, str) else left
+        many_right = [right] if isinstance(right, str) else right
+        if not many_left or len(many_left) not in (1, len(many_right)):
+            raise invalid_field(
+                first,
+                f"{first} must have one text, or as many as {second}: it has {len(many_left)}, "
+                f"and {second} has {len(many_right)}",
+            )
+        return many_left, many_right
+    pairs = ", ".join(f"{first} and {second}" for first, second in SCORE_SIDES)
+    raise invalid_field("text_1", f"the request must have two sides to compare: {pairs}")
+
+
+def ollama_fields(body: OllamaEmbedRequest, model: str | None) -> PoolingFields:
+    """Return the fields of an Ollama request. Ollama cuts off what does not fit."""
+    is_cut = body.truncate is not False
+    return PoolingFields(
+        model=model,
+        truncate_prompt_tokens=-1 if is_cut else None,
+        truncation_side="right" if is_cut else None,
+    )
+
+
+# ---- replies -----------------------------------------------------------------------------------
+
+
+def vector_of(
+    collector: Collector, pooling: str, pooler: PoolerConfig, params: PoolingParams
+) -> Vector:
+    assert collector.pooled is not None  # The request has finished without an error.
+    length = len(collector.request.prompt)
+    return embedding(collector.pooled, length, pooling, pooler, params)
+
+
+def usage_of(collectors: list[Collector]) -> dict[str, Any]:
+    tokens = sum(len(collector.request.prompt) for collector in collectors)
+    cached = sum(collector.cached for collector in collectors)
+    return {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens,
+        "completion_tokens": 0,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def embedding_entry(index: int, vector: Vector, kind: str, encoding: str | None) -> bytes:
+    """Return one entry of the data of a reply. `kind` is "embedding" or "pooling"."""
+    field = "embedding" if kind == "embedding" else "data"
+    value: Any = vector.tolist()
+    if encoding == "base64":
+        value = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return encode({"object": kind, "index": index, field: value})
+
+
+def envelope(caller_id: str, model: str) -> dict[str, Any]:
+    id = f"embd-{caller_id.removeprefix('req_')}"
+    return {"id": id, "object": "list", "created": int(time.time()), "model": model}
+
+
+def score_reply(
+    head: dict[str, Any], left: list[Vector], right: list[Vector], usage: dict[str, Any]
+) -> dict[str, Any]:
+    pairs = zip(left * (len(right) // len(left)), right, strict=True)
+    data = [
+        {"index": index, "object": "score", "score": cosine(*pair)}
+        for index, pair in enumerate(pairs)
+    ]
+    return {**head, "data": data, "usage": usage}
+
+
+def rerank_reply(
+    body: RerankRequest, texts: list[str], vectors: list[Vector], usage: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the documents by relevance, the most relevant first."""
+    query, *documents = vectors
+    scores = [cosine(query, document) for document in documents]
+    order = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)
+    results = [
+        {
+            "index": index,
+            "document": {"text": texts[index + 1]},
+            "relevance_score": scores[index],
+        }
+        for index in order[: body.top_n or None]
+    ]
+    if body.return_documents is False:
+        for result in results:
+            del result["document"]
+    return {"results": results, "usage": usage}
