@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from heapq import merge
 
 from octavo.config import CacheConfig, ScheduleConfig
+from octavo.core import reasons
 from octavo.core.blocks import BlockPool
 from octavo.core.bounded_kv import (
     add_attention_sample,
@@ -38,18 +39,18 @@ from octavo.core.bounded_kv import (
     pick_block,
     samples_attention,
 )
+from octavo.core.counters import Counters
 from octavo.core.forks import SequenceGroups
 from octavo.core.invariants import check_invariants
 from octavo.core.policy import find_policy
-from octavo.core.pooled_states import add_states, pooled_output
 from octavo.core.prefix import Match, PrefixCache
+from octavo.core.prompt_results import add_states, pooled_output, store_prompt_logprobs
 from octavo.core.queues import Queues, by_rank, fill_slot
 from octavo.core.repetition import REPETITION_DETECTED, is_repeating
 from octavo.core.request_checks import new_sequence
 from octavo.core.speculation import Speculation, StepDrafts, allowed_drafts, useful_drafts
 from octavo.core.step_shape import StepShape, StepShaper, piggybacks
 from octavo.core.tables import blocks_to_admit, drop_block, reserve, tokens_to_prefill
-from octavo.core.tier_index import TierCounters
 from octavo.errors import GuideError, InvalidRequest, NotANumber
 from octavo.events import (
     Admitted,
@@ -75,45 +76,6 @@ from octavo.types import (
     TokenLogprobs,
     child_seed,
 )
-
-# Why a sequence was preempted (Preempted.reason).
-NO_FREE_BLOCK = "no block was free"
-URGENT_REQUEST = "a more urgent request took its place"
-SIBLING_BEAMS = "its sibling beams need the room"
-OUT_OF_MEMORY = "the device ran out of memory"
-# Why a sequence waits (NotAdmitted.reason).
-NO_FREE_SLOT = "every batch slot is in use"
-NOT_ENOUGH_BLOCKS = "there are too few free blocks for it"
-NO_TOKENS_LEFT = "the token budget of the step is used up"
-AFTER_PREEMPTION = "a sequence was preempted in this step"
-AFTER_URGENT = "a more urgent request goes first"
-SHARED_PREFIX = "another sequence computes a prefix that it shares"
-DISK_READ = "its prefix is being read from disk"
-BATCH_FORMING = "its batch has not formed yet"
-OTHER_BEAMS = "it waits for its sibling beams"
-NOT_A_NUMBER = (
-    "the model's output holds no finite number, so it has no meaning: "
-    "its weights are damaged, or its dtype is too narrow"
-)
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start."""
-
-    plans: int = 0  # calls of plan(), also those that found nothing to do
-    queried_tokens: int = 0  # prompt positions looked up in the prefix cache
-    cached_tokens: int = 0  # queried tokens that were found
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    copies: int = 0  # blocks copied on write
-    dropped_blocks: int = 0  # blocks that left a sequence with bounded KV
-    preemptions: int = 0
-    oom_steps: int = 0  # steps that were too large for the device's memory
-    recomputed_tokens: int = 0  # tokens computed again after a preemption or without a KV cache
-    # Sum over all steps of the sequences that paused for an urgent request.
-    paused: int = field(default=0, repr=False)
-    tiers: TierCounters = field(default_factory=TierCounters, repr=False)
 
 
 @dataclass(slots=True)
@@ -264,7 +226,7 @@ class Scheduler:
         token_cap = self.shaper.token_cap
         token_cap.halve(plan.num_tokens, self.counters.plans)
         for seq in affected:
-            self._preempt(seq, OUT_OF_MEMORY)
+            self._preempt(seq, reasons.OUT_OF_MEMORY)
         if token_cap.limit > 1 and len({seq.request.id for seq in affected}) > 1:
             return []
         failed_again = {seq.request.id: None for seq in affected if seq.retried_after_oom}
@@ -306,7 +268,7 @@ class Scheduler:
         self.counters.plans += 1
         self.events.step = self.counters.plans
         for seq in self.groups.blocking_beams():
-            self._preempt(seq, SIBLING_BEAMS)
+            self._preempt(seq, reasons.SIBLING_BEAMS)
         if not self.policy.fixed_ranks and self.queues.free_slots and self.waiting:
             self.queues.rerank_waiting(self.prefix.count_cached_tokens)
         self.shaper.form_batch(self.sequences_by_request, self.clock)
@@ -315,7 +277,7 @@ class Scheduler:
             self._forget_kv()
         shape = self.shaper.shape(self.counters.plans)
         for victim in shape.victims:
-            self._preempt(victim, URGENT_REQUEST)
+            self._preempt(victim, reasons.URGENT_REQUEST)
         plan = Plan(self.counters.plans)
         self.groups.fill_stale_slots(plan)
         fill = StepFill(plan, shape, shape.token_budget)
@@ -442,7 +404,7 @@ class Scheduler:
             candidates = self.decoding[next_index:]
             candidates += [other for other in self.prefilling if other.rank > seq.rank]
             victim = self.policy.victim(candidates) if candidates else seq
-            self._preempt(victim, NO_FREE_BLOCK)
+            self._preempt(victim, reasons.NO_FREE_BLOCK)
             fill.preempted = True
             if victim is seq:
                 return False
@@ -506,7 +468,7 @@ class Scheduler:
             if not candidates:
                 fill.blocked = True
                 return False
-            self._preempt(self.policy.victim(candidates), NO_FREE_BLOCK)
+            self._preempt(self.policy.victim(candidates), reasons.NO_FREE_BLOCK)
             fill.preempted = True
         self._schedule_chunk(seq, num_tokens, fill.plan)
         fill.tokens_left -= num_tokens
@@ -571,18 +533,18 @@ class Scheduler:
         if awaited and self.pool.block_size < len(seq.tokens):
             self.prefix.extend_hashes(seq, 1)
         if seq.block_hashes and seq.block_hashes[0] in awaited:
-            self._leave_waiting(seq, SHARED_PREFIX, fill)
+            self._leave_waiting(seq, reasons.SHARED_PREFIX, fill)
             return 0
         match = self.prefix.match(seq)
         if match is None:
             awaited.add(seq.block_hashes[0])
-            self._leave_waiting(seq, SHARED_PREFIX, fill)
+            self._leave_waiting(seq, reasons.SHARED_PREFIX, fill)
             return 0
         # Promotions leave a free block for the next token of each running sequence.
         num_running = self.schedule.max_num_seqs - len(self.queues.free_slots)
         load_cost = self.prefix.request_from_disk(seq, match, fill.plan, reserved=num_running)
         if load_cost is not None:
-            self._leave_waiting(seq, DISK_READ, fill)
+            self._leave_waiting(seq, reasons.DISK_READ, fill)
             return load_cost
         return self._admit(seq, match, token_budget, fill)
 
@@ -595,8 +557,8 @@ class Scheduler:
     def _why_not_ready(self, seq: Sequence) -> str:
         """Return why a sequence may not be admitted, whatever room there is."""
         if self.prefix.waits_for_disk(seq):
-            return DISK_READ
-        return OTHER_BEAMS if self.shaper.batches.may_admit(seq) else BATCH_FORMING
+            return reasons.DISK_READ
+        return reasons.OTHER_BEAMS if self.shaper.batches.may_admit(seq) else reasons.BATCH_FORMING
 
     def _report_first_waiting(self, fill: StepFill) -> None:
         """Report the first sequence that this plan did not try to admit, and the reason."""
@@ -605,15 +567,15 @@ class Scheduler:
         if seq is None:
             return
         if not self.queues.free_slots:
-            reason = NO_FREE_SLOT
+            reason = reasons.NO_FREE_SLOT
         elif fill.preempted:
-            reason = AFTER_PREEMPTION
+            reason = reasons.AFTER_PREEMPTION
         elif fill.blocked:
-            reason = NOT_ENOUGH_BLOCKS
+            reason = reasons.NOT_ENOUGH_BLOCKS
         elif seq.rank >= fill.shape.admit_before:
-            reason = AFTER_URGENT
+            reason = reasons.AFTER_URGENT
         else:
-            reason = NO_TOKENS_LEFT
+            reason = reasons.NO_TOKENS_LEFT
         self._leave_waiting(seq, reason, fill)
 
     def _admit(self, seq: Sequence, match: Match, token_budget: int, fill: StepFill) -> int:
@@ -632,7 +594,7 @@ class Scheduler:
         )
         if lacks_tokens or lacks_blocks:
             fill.blocked = True
-            reason = NO_TOKENS_LEFT if lacks_tokens else NOT_ENOUGH_BLOCKS
+            reason = reasons.NO_TOKENS_LEFT if lacks_tokens else reasons.NOT_ENOUGH_BLOCKS
             self._leave_waiting(seq, reason, fill)
             return 0
         self.queues.start_prefill(seq)
@@ -783,7 +745,7 @@ class Scheduler:
         """End a request with infinite or undefined results. None of its KV may be reused."""
         for member in self.sequences_by_request[seq.request.id]:
             self.prefix.invalidate(member)
-        return self.abort(seq.request.id, "error", NOT_A_NUMBER, NotANumber.code)
+        return self.abort(seq.request.id, "error", reasons.NOT_A_NUMBER, NotANumber.code)
 
     # ---- preempt and finish ----------------------------------------------------------------------
 
@@ -837,13 +799,6 @@ class Scheduler:
 def may_stop(seq: Sequence) -> bool:
     """Return whether a stop token ends the sequence: min_tokens holds unless a guide decides."""
     return seq.num_generated >= seq.params.min_tokens or seq.guide is not None
-
-
-def store_prompt_logprobs(seq: Sequence, item: Item, logprobs: list[TokenLogprobs]) -> None:
-    assert item.start is not None and seq.prompt_logprobs is not None
-    for position, entry in enumerate(logprobs, item.start + 1):
-        if position < seq.prompt_len:
-            seq.prompt_logprobs[position] = entry
 
 
 def advance_guide(guide: Guide, token: int, ended: bool) -> None:

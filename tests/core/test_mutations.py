@@ -21,8 +21,8 @@ from octavo.core import (
     blocks,
     bounded_kv,
     forks,
-    pooled_states,
     prefix,
+    prompt_results,
     queues,
     request_checks,
     scheduler,
@@ -175,10 +175,10 @@ SPECULATION_BUGS = {
 
 # Noticed by workloads with requests for hidden states.
 POOLING_BUGS = {
-    "states of the time before a preemption are kept": ("pooled_states", '    if not item.start or item.pooling == "last":\n', '    if not seq.pooled or item.pooling == "last":\n'),
+    "states of the time before a preemption are kept": ("prompt_results", '    if not item.start or item.pooling == "last":\n', '    if not seq.pooled or item.pooling == "last":\n'),
     "a prompt ends before its last chunk": ("scheduler", "        if seq.computed < len(seq.tokens):\n            return []\n", ""),
     "a token is sampled too": ("scheduler", "sample=is_last and seq.request.pooling is None", "sample=is_last"),
-    "only the last chunk is added up": ("pooled_states", 'map(operator.add, seq.pooled, states)', "states"),
+    "only the last chunk is added up": ("prompt_results", 'map(operator.add, seq.pooled, states)', "states"),
     "states of cached positions are missing": ("prefix", "not seq.needs_all_positions", "not seq.owes_prompt_logprobs"),
     "a prompt that fills the context is refused": ("request_checks", "        room += 1  # no token is generated\n", "        pass\n"),
 }  # fmt: skip
@@ -190,7 +190,7 @@ CORE = [
     forks,
     beam_search,
     request_checks,
-    pooled_states,
+    prompt_results,
     prefix,
     queues,
     scheduler,

@@ -1,11 +1,20 @@
-"""The hidden states of a sequence whose request asks for them (Request.pooling), chunk by chunk."""
+"""What the positions of a prompt report, chunk by chunk: logprobs, and hidden states if the request
+asks for them (Request.pooling)."""
 
 from __future__ import annotations
 
 import operator
 from array import array
 
-from octavo.types import Item, Output, Sequence
+from octavo.types import Item, Output, Sequence, TokenLogprobs
+
+
+def store_prompt_logprobs(seq: Sequence, item: Item, logprobs: list[TokenLogprobs]) -> None:
+    """Keep the logprobs of a chunk. Those of a position belong to the token after it."""
+    assert item.start is not None and seq.prompt_logprobs is not None
+    for position, entry in enumerate(logprobs, item.start + 1):
+        if position < seq.prompt_len:
+            seq.prompt_logprobs[position] = entry
 
 
 def add_states(seq: Sequence, item: Item, states: array[float]) -> bool:

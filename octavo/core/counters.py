@@ -1,0 +1,26 @@
+"""What the scheduler counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.core.tier_index import TierCounters
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    plans: int = 0  # calls of plan(), also those that found nothing to do
+    queried_tokens: int = 0  # prompt positions looked up in the prefix cache
+    cached_tokens: int = 0  # queried tokens that were found
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    copies: int = 0  # blocks copied on write
+    dropped_blocks: int = 0  # blocks that left a sequence with bounded KV
+    preemptions: int = 0
+    oom_steps: int = 0  # steps that were too large for the device's memory
+    recomputed_tokens: int = 0  # tokens computed again after a preemption or without a KV cache
+    # Sum over all steps of the sequences that paused for an urgent request.
+    paused: int = field(default=0, repr=False)
+    tiers: TierCounters = field(default_factory=TierCounters, repr=False)
