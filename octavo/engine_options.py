@@ -694,6 +694,24 @@ class EngineOptions:
             )
 
 
+# Options that decide how weights are loaded or computed with.
+LOADING_OPTIONS = frozenset(
+    {
+        "dtype",
+        "quantization",
+        "device",
+        "tensor_parallel_size",
+        "revision",
+        "load_format",
+        "hf_overrides",
+        "seed",
+        "attention_backend",
+        "fused_decoder",
+        "fused_kernels",
+    }
+)
+
+
 # ---- keyword arguments of LLM ------------------------------------------------------------------
 
 

@@ -39,10 +39,15 @@ from octavo.assemble import (
     with_drafter,
 )
 from octavo.collect import Collector
-from octavo.config import ModelConfig, ScheduleConfig, SpeculativeConfig
+from octavo.config import ModelConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.trace import Recorder
-from octavo.engine_options import EngineKeywords, EngineOptions, from_keywords
+from octavo.engine_options import (
+    LOADING_OPTIONS,
+    EngineKeywords,
+    EngineOptions,
+    from_keywords,
+)
 from octavo.errors import InvalidRequest
 from octavo.generation_config import default_sampling, read_generation_config
 from octavo.llm_metrics import Metric, RequestTotals
@@ -190,16 +195,22 @@ class LLM:
             # Blocks that wait to be written are written when the interpreter ends, too.
             self._close = weakref.finalize(self, close_runner, self.runner, self.ranks)
 
-    def with_speculation(self, config: SpeculativeConfig | None) -> LLM:
-        """Return another LLM that drafts in another way. It shares the weights and has its own KV
+    def with_options(self, **changes: Any) -> LLM:
+        """Return another LLM with some options changed. It shares the weights and has its own KV
         cache, so the two may be compared in one process."""
         if self.ranks is not None:
             raise InvalidRequest(
-                "with_speculation needs tensor_parallel_size 1: make another LLM with this "
-                "speculative_config",
-                "speculative_config",
+                "with_options needs tensor_parallel_size 1: make another LLM with these options",
+                "tensor_parallel_size",
             )
-        options = replace(self.options, speculative_config=config)
+        loading = sorted(LOADING_OPTIONS & changes.keys())
+        if loading:
+            raise InvalidRequest(
+                f"{', '.join(loading)} cannot change without loading the model again: make "
+                "another LLM",
+                loading[0],
+            )
+        options = replace(self.options, **changes)
         recommended = read_generation_config(options.generation_config)
         llm = LLM.__new__(LLM)
         llm.ranks = None

@@ -237,5 +237,5 @@ def test_a_model_that_cannot_be_loaded_leaves_no_process(tmp_path: Path) -> None
 def test_another_way_to_draft_needs_another_engine() -> None:
     llm = make("llama", 2)
     with pytest.raises(InvalidRequest, match="tensor_parallel_size 1"):
-        llm.with_speculation(None)
+        llm.with_options(speculative_config=None)
     llm.close()

@@ -135,7 +135,7 @@ def measure(
     llm.warm_up()
     sides = {"": llm}
     for name, config in methods.items():
-        sides[name] = llm.with_speculation(config)
+        sides[name] = llm.with_options(speculative_config=config)
         if config.adaptive:  # Warm-up measures the steps that decide how many drafts pay.
             sides[name].warm_up()
     results = []

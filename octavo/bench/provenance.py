@@ -24,6 +24,7 @@ def provenance() -> dict[str, Any]:
         "commit": commit(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "machine": machine(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
         "versions": {"python": platform.python_version(), **package_versions()},
     }
 
@@ -50,7 +51,11 @@ def run_git(root: Path, *arguments: str) -> str:
 
 def machine() -> dict[str, Any]:
     """Return the processor, the number of usable cores, and the GPU if torch sees one."""
-    description: dict[str, Any] = {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0))}
+    description: dict[str, Any] = {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "instructions": instructions(),
+    }
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         description["gpu"] = torch.cuda.get_device_name()
@@ -58,14 +63,27 @@ def machine() -> dict[str, Any]:
     return description
 
 
+def instructions() -> str:
+    """Return the vector instructions that decide the speed of matrix products on a CPU."""
+    flags = cpu_field("flags").split()
+    if "avx512f" in flags:
+        return "AVX-512 VNNI" if "avx512_vnni" in flags else "AVX-512"
+    return "AVX2" if "avx2" in flags else "none"
+
+
 def cpu_name() -> str:
+    return cpu_field("model name") or platform.processor() or platform.machine()
+
+
+def cpu_field(name: str) -> str:
+    """Return a field of the first processor, or "" if the system does not tell."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+            if line.startswith(name):
                 return line.partition(":")[2].strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return ""
 
 
 def package_versions() -> dict[str, str]:

@@ -15,6 +15,7 @@ import typer
 
 from octavo import __version__
 from octavo.cli import (
+    bench_ablation,
     bench_eviction,
     bench_latency,
     bench_scheduling,
@@ -35,7 +36,14 @@ from octavo.cli import (
 from octavo.cli.vllm_flags import VllmCommand
 
 # These modules and bench.py add their commands to one group.
-BENCHES = (bench_latency, bench_scheduling, bench_eviction, bench_serve, bench_speculation)
+BENCHES = (
+    bench_latency,
+    bench_scheduling,
+    bench_eviction,
+    bench_serve,
+    bench_speculation,
+    bench_ablation,
+)
 app = typer.Typer(
     name="octavo",
     help="Octavo: an LLM inference engine small enough to read.",

@@ -1,0 +1,68 @@
+"""The result of one run of a bench, which is kept safe while it grows.
+
+A result is a dictionary: the name of the bench, facts about the run, the rows that were measured,
+what was left out, and where it was measured (provenance.py). `partial` is true until the bench has
+finished, and stays true if something was left out. The file is written again after each row, so an
+interrupt, a crash or a signal costs at most the row that was being measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.provenance import provenance
+
+
+class BenchRun:
+    def __init__(self, bench: str, path: Path | None = None, **facts: Any):
+        self.path = path
+        self.result: dict[str, Any] = {
+            "bench": bench,
+            "partial": True,
+            **facts,
+            "rows": [],
+            "skipped": {},
+            "provenance": provenance(),
+        }
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.result["rows"]
+        return rows
+
+    def add_row(self, **row: Any) -> None:
+        self.rows.append(row)
+        self.save()
+
+    def set_fact(self, **facts: Any) -> None:
+        """Record something that all rows have in common."""
+        self.result |= facts
+
+    def skip(self, name: str, reason: str) -> None:
+        """Record something that was to be measured and could not be."""
+        self.result["skipped"][name] = reason
+        self.save()
+
+    def finish(self) -> None:
+        """The bench has reached its end. The result is complete unless something was skipped."""
+        self.result["partial"] = bool(self.result["skipped"])
+        self.save()
+
+    def stop(self, reason: str) -> None:
+        """The bench has ended before its end."""
+        self.result["stopped"] = reason
+        self.save()
+
+    def save(self) -> None:
+        """Write the file in one step, so that a reader never sees half of it."""
+        if self.path is None:
+            return
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary.write_text(self.line() + "\n")
+        os.replace(temporary, self.path)
+
+    def line(self) -> str:
+        return json.dumps(self.result)
