@@ -13,9 +13,12 @@ CLIENTS_READY := $(CLIENTS)/.ready
 # The same, and Ray beside it.
 RAY := .venv-ray
 RAY_READY := $(RAY)/.ready
+# The same, and the engines that `octavo bench compare` measures beside Octavo.
+PEERS ?= .venv-peers
+PEERS_READY := $(PEERS)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat serve test test-slow templates fuzz soak test-clients test-ray test-gpu lint format tables proto clean
+.PHONY: help setup chat serve test test-slow templates fuzz soak test-clients test-ray test-gpu peers lint format tables proto clean
 
 help:
 	@echo "make chat          set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
@@ -28,6 +31,7 @@ help:
 	@echo "make test-clients  clients of OpenAI, Anthropic and Ollama, and other programs against servers, in a virtual environment of their own"
 	@echo "make test-ray      two replicas on Ray Serve: clients, killed replicas, scaling; in a virtual environment of its own"
 	@echo "make test-gpu      the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
+	@echo "make peers         set up other engines for octavo bench compare, in a virtual environment of their own (PEERS=DIRECTORY)"
 	@echo "make lint          style, types, import contracts and readability"
 	@echo "make format        rewrite the code in the project's style"
 	@echo "make tables        the tables of README.md and docs/ from results/*.json"
@@ -42,10 +46,12 @@ $(CLIENTS_READY): LOCKS = requirements.lock requirements-clients.lock
 $(CLIENTS_READY): requirements-clients.lock
 $(RAY_READY): LOCKS = requirements.lock requirements-ray.lock
 $(RAY_READY): requirements-ray.lock
-$(READY) $(CLIENTS_READY) $(RAY_READY): PIP = $(@D)/bin/python -m pip --disable-pip-version-check
-$(READY) $(CLIENTS_READY) $(RAY_READY): INSTALL = $(PIP) install -qq # errors only
+$(PEERS_READY): LOCKS = requirements.lock requirements-peers.lock
+$(PEERS_READY): requirements-peers.lock
+$(READY) $(CLIENTS_READY) $(RAY_READY) $(PEERS_READY): PIP = $(@D)/bin/python -m pip --disable-pip-version-check
+$(READY) $(CLIENTS_READY) $(RAY_READY) $(PEERS_READY): INSTALL = $(PIP) install -qq # errors only
 
-$(READY) $(CLIENTS_READY) $(RAY_READY): requirements.lock pyproject.toml
+$(READY) $(CLIENTS_READY) $(RAY_READY) $(PEERS_READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit( \
 		"Octavo needs Python 3.11 or newer, but $(PYTHON) is %d.%d: try make PYTHON=python3.11" % v)'
 	@echo "setting up $(@D), once: 1/4 creating it"
@@ -90,6 +96,9 @@ test-clients: $(CLIENTS_READY)
 test-ray: $(RAY_READY)
 	@$(RAY)/bin/python -m pytest -m slow tests/ray_serve $(ARGS)
 
+peers: $(PEERS_READY)
+	@$(PEERS)/bin/python octavo/bench/peers/prepare.py $(PEERS)/models
+
 # A machine with a GPU may have little beside torch, triton and transformers, so files with nothing for it stay unread.
 test-gpu:
 	@files=$$(grep -rlE 'mark\.(gpu|parity)' --include='test_*.py' tests) || { echo "no GPU or parity tests found" >&2; exit 1; }; \
@@ -116,5 +125,5 @@ proto: $(READY)
 	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. octavo/serve/proto/octavo.proto
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(RAY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(RAY) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find octavo tests -name __pycache__ -type d -prune -exec rm -rf {} +

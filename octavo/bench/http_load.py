@@ -1,13 +1,15 @@
 """A strict HTTP load client, which runs as a program and prints its result as JSON.
 
-    python -m octavo.bench.http_load '{"port": 8000, ...}'
+    echo '{"port": 8000, ...}' | python -m octavo.bench.http_load
 
-A reply is good if its status is 200, it contains text, its finish_reason is "length" and its usage
-has exactly the requested number of tokens. During the run the client only stores bytes and times.
-It checks the replies after the clock has stopped, so one core can request thousands of replies per
-second.
+reply_checks.py has the rules by which a reply counts. During the run the client only stores bytes
+and times. It checks the replies after the clock has stopped, so one core can request thousands of
+replies per second.
 
-This module knows HTTP/1.1 and JSON. It imports nothing else of octavo, and no torch.
+A connection that the server closes is opened again while requests are left. A reply that takes
+longer than `reply_timeout` has stalled: its connection is closed and it does not count.
+
+This module knows HTTP/1.1 and JSON. It imports no torch.
 """
 
 from __future__ import annotations
@@ -18,15 +20,21 @@ import json
 import os
 import random
 import re
+import ssl
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from octavo.bench.reply_checks import ExpectedReply, check_reply
+
 CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
-REQUEST_ID = re.compile(rb"\r\nx-request-id: *([\w-]+)", re.IGNORECASE)
+CLOSES = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
 LAST_CHUNK = b"\r\n0\r\n\r\n"
+FIRST_TEXT = re.compile(rb'"content": ?"[^"]')
+KEPT_TEXTS = 100  # good replies whose text is returned
 
 
 @dataclass
@@ -39,6 +47,10 @@ class Load:
     tokens: int
     prompt: str
     host: str = "127.0.0.1"
+    tls: bool = False
+    path: str = "/v1/completions"
+    chat: bool = False  # the path is that of chat completions
+    model: str | None = None
     distinct: bool = False  # each prompt begins with its own number, from `first_number` on
     first_number: int = 0
     stream: bool = False
@@ -47,13 +59,31 @@ class Load:
     # not run in lockstep.
     pause: float = 0.0
     exact: bool = False  # every token is one character, so the text shows the number of tokens
+    may_stop: bool = False  # the server does not know ignore_eos: replies may stop early
     extra: dict[str, Any] = field(default_factory=dict)  # further fields of the request body
     headers: dict[str, str] = field(default_factory=dict)
     timeout: float = 120.0  # seconds for the whole run
+    reply_timeout: float = 120.0  # seconds for one reply
+
+    @property
+    def expected(self) -> ExpectedReply:
+        return ExpectedReply(self.tokens, self.stream, self.chat, self.exact, self.may_stop)
+
+    def prompt_text(self, index: int) -> str:
+        if not self.distinct:
+            return self.prompt
+        return f"{self.first_number + index:06d} {self.prompt}"
 
     def body(self, index: int) -> bytes:
-        text = f"{self.first_number + index:06d} {self.prompt}" if self.distinct else self.prompt
-        fields = {"prompt": text, "max_tokens": self.tokens, "ignore_eos": True, **self.extra}
+        text = self.prompt_text(index)
+        fields: dict[str, Any] = {"prompt": text}
+        if self.chat:
+            fields = {"messages": [{"role": "user", "content": text}]}
+        if self.model is not None:
+            fields["model"] = self.model
+        fields |= {"max_tokens": self.tokens, **self.extra}
+        if not self.may_stop:
+            fields["ignore_eos"] = True
         if self.stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         return json.dumps(fields).encode()
@@ -61,7 +91,7 @@ class Load:
     def request(self, index: int) -> bytes:
         body = self.body(index)
         lines = [
-            "POST /v1/completions HTTP/1.1",
+            f"POST {self.path} HTTP/1.1",
             f"Host: {self.host}:{self.port}",
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
@@ -78,6 +108,7 @@ class Reply:
     first_byte: float = 0.0
     last_byte: float = 0.0
     received: bytes = b""
+    stalled: bool = False
 
 
 class Client(asyncio.Protocol):
@@ -90,10 +121,12 @@ class Client(asyncio.Protocol):
         self.chunks: list[bytes] = []
         self.body_start = -1  # -1 until the head is complete
         self.total_size = -1  # of head and body; -1 if unknown
+        self.closes = False  # the server announced that it closes the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
         self.file_descriptor = transport.get_extra_info("socket").fileno()
+        self.writes_directly = not self.run.load.tls
         self.run.client_ready(self)
 
     def send_request(self, request: bytes) -> None:
@@ -103,18 +136,22 @@ class Client(asyncio.Protocol):
         self.total_size = -1
         self.received_bytes = 0
         self.reply = Reply(time.monotonic())
+        loop = asyncio.get_running_loop()
+        self.timer = loop.call_later(self.run.load.reply_timeout, self._stall)
         # The request is written directly to the socket, so that it is sent at the recorded time.
         # The transport of uvloop writes at the end of the loop iteration, which with many requests
         # is some tenths of a millisecond later. If the socket is full or closed, the transport
         # handles it.
-        with contextlib.suppress(OSError):
-            request = request[os.write(self.file_descriptor, request) :]
+        if self.writes_directly:
+            with contextlib.suppress(OSError):
+                request = request[os.write(self.file_descriptor, request) :]
         if request:
             self.transport.write(request)
 
     def data_received(self, data: bytes) -> None:
         reply = self.reply
         if reply is None:
+            self.run.unrequested_bytes += len(data)
             return
         self.chunks.append(data)
         self.received_bytes += len(data)
@@ -126,7 +163,12 @@ class Client(asyncio.Protocol):
             self.body_start = head_end + 4
             if length_match := CONTENT_LENGTH.search(received, 0, head_end):
                 self.total_size = self.body_start + int(length_match[1])
-        if not reply.first_byte and self.received_bytes > self.body_start:
+            self.closes = bool(CLOSES.search(received, 0, head_end))
+        # A chat begins with a chunk that has no text.
+        has_text = self.received_bytes > self.body_start and (
+            not self.run.load.chat or FIRST_TEXT.search(data)
+        )
+        if has_text and not reply.first_byte:
             reply.first_byte = time.monotonic()
         if self.total_size >= 0:
             is_complete = self.received_bytes >= self.total_size
@@ -143,13 +185,21 @@ class Client(asyncio.Protocol):
             self._finish_reply()  # The part that arrived is checked.
         self.run.client_closed(self)
 
+    def _stall(self) -> None:
+        if self.reply is not None and self.transport is not None:
+            self.reply.stalled = True
+            self.transport.abort()
+
     def _finish_reply(self) -> None:
         reply = self.reply
         self.reply = None
+        self.timer.cancel()
         assert reply is not None
         reply.last_byte = time.monotonic()
         reply.received = b"".join(self.chunks)
         self.run.replies.append(reply)
+        if self.closes and self.transport is not None:
+            self.transport.close()
         self.run.client_ready(self)
 
 
@@ -163,26 +213,34 @@ class Run:
         self.waiting_clients: list[Client] = []
         self.open_connections = 0
         self.sent_requests = 0
+        self.unrequested_bytes = 0  # that arrived when no request was open
+        self.tls = ssl.create_default_context() if load.tls else None
+        self.tasks: set[asyncio.Task[None]] = set()
         self.finished = asyncio.get_running_loop().create_future()
         self.generator = random.Random(0)
 
     async def run(self) -> None:
         """Open all connections, then send the load."""
-        loop = asyncio.get_running_loop()
         load = self.load
         connections = min(load.clients, load.requests)
         self.open_connections = connections
         self.is_held = True
-        await asyncio.gather(
-            *(
-                loop.create_connection(lambda: Client(self), load.host, load.port)
-                for _ in range(connections)
-            )
-        )
+        await asyncio.gather(*(self._connect() for _ in range(connections)))
         self.is_held = False
         self._release_waiting()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.finished, load.timeout)
+
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        load = self.load
+        await loop.create_connection(lambda: Client(self), load.host, load.port, ssl=self.tls)
+
+    async def _reconnect(self) -> None:
+        try:
+            await self._connect()
+        except OSError:
+            self._lose_connection()
 
     def _release_waiting(self) -> None:
         waiting = self.waiting_clients
@@ -202,7 +260,13 @@ class Run:
         if self.sent_requests < len(self.requests):
             self.sent_requests += 1
             client.send_request(self.requests[self.sent_requests - 1])
-        elif len(self.replies) >= len(self.requests) and not self.finished.done():
+        else:
+            self._finish_if_done()
+
+    def _finish_if_done(self) -> None:
+        """End the run if every request has a reply, or if no connection is left."""
+        is_done = len(self.replies) >= len(self.requests) or not self.open_connections
+        if is_done and not self.finished.done():
             self.finished.set_result(None)
 
     def client_ready(self, client: Client) -> None:
@@ -216,82 +280,21 @@ class Run:
             self._release_waiting()
 
     def client_closed(self, client: Client) -> None:
+        if client in self.waiting_clients:
+            self.waiting_clients.remove(client)
+        if self.sent_requests < len(self.requests) and not self.finished.done():
+            task = asyncio.get_running_loop().create_task(self._reconnect())
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        else:
+            self._lose_connection()
+
+    def _lose_connection(self) -> None:
         self.open_connections -= 1
-        if not self.open_connections and not self.finished.done():
-            self.finished.set_result(None)
+        self._finish_if_done()
 
 
-# ---- checks --------------------------------------------------------------------------------------
-
-
-def check_reply(load: Load, data: bytes) -> tuple[int, str, int, str | None]:
-    """Return the status (0 if there is none), the request id, the tokens, and what is wrong."""
-    head, _, body = data.partition(b"\r\n\r\n")
-    if not (status_match := re.match(rb"HTTP/1\.1 (\d\d\d) ", head)):
-        return 0, "", 0, "no HTTP reply"
-    status = int(status_match[1])
-    id_match = REQUEST_ID.search(head)
-    request_id = id_match[1].decode() if id_match else ""
-    if status != 200:
-        return status, request_id, 0, f"status {status}"
-    try:
-        text, finish_reason, token_count = read_stream(body) if load.stream else read_whole(body)
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        return status, request_id, 0, f"not a reply: {type(error).__name__} {error}"
-    if token_count != load.tokens:
-        return (
-            status,
-            request_id,
-            token_count,
-            f"usage says {token_count} tokens, not {load.tokens}",
-        )
-    if finish_reason != "length":
-        return status, request_id, token_count, f"it ended with {finish_reason!r}, not 'length'"
-    if len(text) != load.tokens if load.exact else not text:
-        return status, request_id, token_count, f"a text of {len(text)} characters"
-    return status, request_id, token_count, None
-
-
-def read_whole(body: bytes) -> tuple[str, str, int]:
-    """Return the text, the finish reason and the number of tokens in the usage."""
-    reply = json.loads(body)
-    (choice,) = reply["choices"]
-    return choice["text"], choice["finish_reason"], reply["usage"]["completion_tokens"]
-
-
-def read_stream(body: bytes) -> tuple[str, str, int]:
-    """Return the text, the finish reason and the number of tokens in the usage of a stream."""
-    *events_text, last_event, remainder = dechunk(body).split(b"\n\n")
-    if (last_event, remainder) != (b"data: [DONE]", b""):
-        raise ValueError("the stream does not end with [DONE]")
-    events = [
-        json.loads(event_text.removeprefix(b"data: "))
-        for event_text in events_text
-        if not event_text.startswith(b":")
-    ]
-    choices = [choice for event in events for choice in event["choices"]]
-    if any(choice["finish_reason"] for choice in choices[:-1]):
-        raise ValueError("the stream continues after its finish_reason")
-    text = "".join(choice["text"] for choice in choices)
-    return text, choices[-1]["finish_reason"], events[-1]["usage"]["completion_tokens"]
-
-
-def dechunk(body: bytes) -> bytes:
-    """Return the content of a chunked HTTP body."""
-    chunks: list[bytes] = []
-    position = 0
-    while True:
-        line_end = body.index(b"\r\n", position)
-        chunk_size = int(body[position:line_end], 16)
-        if chunk_size == 0:
-            if body[line_end:] != b"\r\n\r\n":
-                raise ValueError("bytes after the last chunk")
-            return b"".join(chunks)
-        position = line_end + 2 + chunk_size
-        if body[position : position + 2] != b"\r\n":
-            raise ValueError("a chunk is longer or shorter than its declared size")
-        chunks.append(body[line_end + 2 : position])
-        position += 2
+# ---- results -------------------------------------------------------------------------------------
 
 
 def measure(load: Load) -> dict[str, Any]:
@@ -302,40 +305,66 @@ def measure(load: Load) -> dict[str, Any]:
 
         loop_factory = uvloop.new_event_loop
 
-    async def main() -> tuple[list[Reply], float]:
+    async def main() -> tuple[Run, float]:
         run = Run(load)
         cpu_seconds = time.process_time()
         await run.run()
-        return run.replies, time.process_time() - cpu_seconds
+        return run, time.process_time() - cpu_seconds
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        replies, cpu_seconds = runner.run(main())
+        run, cpu_seconds = runner.run(main())
+    return summarize(load, run, cpu_seconds)
+
+
+def summarize(load: Load, run: Run, cpu_seconds: float) -> dict[str, Any]:
+    """Check all replies, and return the times of the good ones and the problems of the others."""
     good: list[tuple[str, float, float, float]] = []
-    problems: dict[str, int] = {}
-    statuses: dict[str, int] = {}
+    texts: list[tuple[str, int]] = []
+    problems: Counter[str] = Counter()
+    statuses: Counter[str] = Counter()
+    seen_ids: set[str] = set()
     tokens = 0
-    for reply in replies:
-        status, request_id, token_count, problem = check_reply(load, reply.received)
-        statuses[str(status)] = statuses.get(str(status), 0) + 1
-        if problem is None:
-            good.append((request_id, reply.sent, reply.first_byte, reply.last_byte))
-            tokens += token_count
-        else:
-            problems[problem] = problems.get(problem, 0) + 1
-    if missing := load.requests - len(replies):
+    prompt_tokens = 0
+    for reply in run.replies:
+        checked = check_reply(load.expected, reply.received)
+        statuses[str(checked.status)] += 1
+        problem = checked.problem
+        if reply.stalled:
+            problem = f"it was not complete after {load.reply_timeout:g} s"
+        content = checked.content
+        if problem is None and content is not None and content.id:
+            if content.id in seen_ids:
+                problem = "the reply to another request was sent again"
+            seen_ids.add(content.id)
+        if problem is not None or content is None:
+            problems[problem or "not a reply"] += 1
+            continue
+        good.append((checked.request_id, reply.sent, reply.first_byte, reply.last_byte))
+        tokens += content.tokens
+        prompt_tokens += content.prompt_tokens
+        if len(texts) < KEPT_TEXTS:
+            texts.append((content.text, content.tokens))
+    if missing := load.requests - len(run.replies):
         problems["no reply"] = missing
-    started = min((reply.sent for reply in replies), default=0.0)
-    seconds = max((reply.last_byte for reply in replies), default=0.0) - started
+    if run.unrequested_bytes:
+        problems["bytes that nobody requested"] += 1
+    started = min((reply.sent for reply in run.replies), default=0.0)
+    seconds = max((reply.last_byte for reply in run.replies), default=0.0) - started
+    shown = asdict(load)
+    shown["headers"] = sorted(load.headers)  # without their values: one may be a key
     return {
-        "load": asdict(load),
+        "load": shown,
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
         "tokens": tokens,
+        "prompt_tokens": prompt_tokens,
         "good": good,
-        "wrong": problems,
-        "statuses": statuses,
+        "texts": texts,
+        "wrong": dict(problems),
+        "statuses": dict(statuses),
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Load(**json.loads(sys.argv[1])))))
+    # The load may contain a key, which a command line would show to other users.
+    print(json.dumps(measure(Load(**json.load(sys.stdin)))))

@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.bench.endpoint import Endpoint
 from octavo.bench.http_load import Load
 from octavo.core.trace import STEP_LINE
 from octavo.engine_options import EngineOptions
@@ -81,8 +82,7 @@ run(msgspec.json.decode(sys.argv[1], type=ServeConfig))
 
 @dataclass
 class RunningServer:
-    host: str
-    port: int
+    endpoint: Endpoint
     pid: int | None = None  # of the front process; None if the server was started elsewhere
     trace_file: Path | None = None
 
@@ -108,7 +108,7 @@ def _free_port() -> int:
 
 
 def _is_ready(running: RunningServer) -> bool:
-    connection = http.client.HTTPConnection(running.host, running.port, timeout=5)
+    connection = http.client.HTTPConnection(running.endpoint.host, running.endpoint.port, timeout=5)
     try:
         connection.request("GET", "/readyz")
         return connection.getresponse().status == 200
@@ -128,12 +128,13 @@ def server(
     """
     if trace_file is not None:
         engine_options = replace(engine_options, record_trace=str(trace_file))
-    running = RunningServer("127.0.0.1", _free_port(), trace_file=trace_file)
+    endpoint = Endpoint("127.0.0.1", _free_port(), model="bench")
+    running = RunningServer(endpoint, trace_file=trace_file)
     config = {
         "model": model,
         "engine": asdict(engine_options),
         "served_model_name": ["bench"],
-        "port": running.port,
+        "port": endpoint.port,
         "max_queue": 4096,
     }
     with tempfile.TemporaryFile("w+") as log:
@@ -166,10 +167,12 @@ def server(
 
 def run_client(running: RunningServer, load: Load) -> dict[str, Any]:
     """Run http_load in a process of its own and add the CPU seconds of the server."""
-    load = replace(load, host=running.host, port=running.port)
+    load = running.endpoint.applied_to(load)
     cpu_before = running.cpu_seconds()
-    client_command = [sys.executable, "-m", "octavo.bench.http_load", json.dumps(asdict(load))]
-    finished = subprocess.run(client_command, capture_output=True, text=True)
+    client_command = [sys.executable, "-m", "octavo.bench.http_load"]
+    finished = subprocess.run(
+        client_command, input=json.dumps(asdict(load)), capture_output=True, text=True
+    )
     if finished.returncode:
         raise OctavoError(
             f"the client ended with {finished.returncode}: {finished.stderr.strip()[-500:]}"

@@ -18,6 +18,7 @@ Result = dict[str, Any]
 # The modules that have a VIEW, by the name of the bench in its results.
 MODULES = {
     "ablation": "octavo.bench.ablation",
+    "compare": "octavo.bench.compare",
 }
 
 

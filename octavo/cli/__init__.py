@@ -16,6 +16,7 @@ import typer
 from octavo import __version__
 from octavo.cli import (
     bench_ablation,
+    bench_compare,
     bench_eviction,
     bench_latency,
     bench_scheduling,
@@ -43,6 +44,7 @@ BENCHES = (
     bench_serve,
     bench_speculation,
     bench_ablation,
+    bench_compare,
 )
 app = typer.Typer(
     name="octavo",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
@@ -16,11 +14,22 @@ from octavo.cli.options import Output, command, load_llm, option, size
 from octavo.cli.terminal import say, table
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
-from octavo.errors import InvalidRequest, OctavoError
+from octavo.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from octavo.bench.endpoint import Endpoint
     from octavo.bench.http_load import Load
 
+ServedModel = Annotated[
+    str | None,
+    option(
+        "Name of the model that the server at --url has. Default: its only model.", None, "NAME"
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    option("API key for the server at --url. Default: the variable OCTAVO_API_KEY.", None, "KEY"),
+]
 PROMPT = "The secret to building a high performance system is"
 SERVE_OPTIONS = EngineOptions(max_num_seqs=64, max_model_len=1024)
 
@@ -32,6 +41,8 @@ def bench_serve(
     url: Annotated[
         str | None, option("Measure the server at this URL instead of starting one.", None, "URL")
     ] = None,
+    served_model: ServedModel = None,
+    api_key: ApiKey = None,
     cases: Annotated[
         str,
         option(
@@ -71,6 +82,7 @@ def bench_serve(
     The exit code is 1 if a reply is wrong.
     """
 
+    from octavo.bench.endpoint import Endpoint
     from octavo.bench.http_load import Load
     from octavo.bench.measure_serve import CASES
     from octavo.cli.progress import Steps
@@ -83,7 +95,8 @@ def bench_serve(
         task = progress.add_task("starting", total=len(case_names) * repeat)
         advance = lambda: progress.update(task, description="measuring", advance=1)  # noqa: E731
         if url:
-            results = measure_url(url, load, case_names, repeat, advance)
+            endpoint = Endpoint.parse(url, model=served_model, api_key=api_key)
+            results = measure_url(endpoint, load, case_names, repeat, advance)
         else:
             results = measure_new_server(model, engine, load, case_names, repeat, advance)
     show_results(results, load)
@@ -102,20 +115,11 @@ def bench_serve(
 
 
 def measure_url(
-    url: str, load: Load, case_names: list[str], repeat: int, advance: Any
+    endpoint: Endpoint, load: Load, case_names: list[str], repeat: int, advance: Any
 ) -> list[dict[str, Any]]:
     from octavo.bench.measure_serve import RunningServer, measure
 
-    address = urlsplit(url)
-    if address.scheme != "http" or not address.hostname:
-        raise InvalidRequest(f"{url} is not the address of a server: give http://HOST:PORT", "url")
-    running = RunningServer(address.hostname, address.port or 80)
-    try:
-        socket.create_connection((running.host, running.port), timeout=5).close()
-    except OSError as error:
-        raise OctavoError(
-            f"no server answers at {url} ({error.strerror or error}): start one with `octavo serve`"
-        ) from None
+    running = RunningServer(endpoint.with_model())
     return measure(running, load, case_names, repeat, advance)
 
 

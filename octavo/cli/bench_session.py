@@ -83,6 +83,11 @@ def terminating_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def plain_cell(text: str) -> str:
+    """Return a cell without the marks of Markdown."""
+    return text.replace("`", "").replace("**", "")
+
+
 def present(run: BenchRun, picture: Path | None) -> None:
     """Print the tables, the notes and, as the last line, the result."""
     from octavo.bench.picture import draw
@@ -91,7 +96,7 @@ def present(run: BenchRun, picture: Path | None) -> None:
     result = run.result
     view = view_of(result)
     for found in view.tables(result):
-        cells = [[cell.replace("`", "") for cell in row] for row in found.rows]
+        cells = [[plain_cell(cell) for cell in row] for row in found.rows]
         table(found.title, found.columns, cells, left=found.left)
     for note in view.notes(result):
         say(f"[yellow]note[/yellow]: {note}")

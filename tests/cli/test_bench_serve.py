@@ -3,6 +3,7 @@ reply."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from octavo.bench.http_load import Load, check_reply, measure
+from octavo.bench.endpoint import Endpoint
+from octavo.bench.http_load import Load, measure
 from octavo.bench.measure_serve import added_latency, percentiles
 from octavo.bench.model_shapes import GPT2_124M, write_directory
+from octavo.bench.reply_checks import CheckedReply, check_reply
 from octavo.errors import OctavoError
 from octavo.text.tokenizer import Tokenizer
 
@@ -48,37 +51,48 @@ def streamed(*texts: str, tokens: int = 3, end: bytes = b"data: [DONE]\n\n") -> 
     return HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
 
 
+def problem_of(data: bytes, **changes: Any) -> str:
+    return check_reply(LOAD.expected._replace(**changes), data).problem or ""
+
+
 def test_a_good_reply_counts_by_its_own_usage() -> None:
-    assert check_reply(LOAD, whole()) == (200, "req_1", 3, None)
-    assert check_reply(replace(LOAD, stream=True), streamed("a", "b", "c")) == (
-        200,
-        "req_1",
-        3,
-        None,
-    )
-    assert check_reply(replace(LOAD, exact=False, stream=True), streamed("two words")) == (
-        200,
-        "req_1",
-        3,
-        None,
-    ), "texts tell only where exact"
+    def counts(found: CheckedReply) -> bool:
+        return (found.status, found.request_id, found.tokens, found.problem) == (
+            *(200, "req_1", 3),
+            None,
+        )
+
+    expected = LOAD.expected
+    assert counts(check_reply(expected, whole()))
+    assert counts(check_reply(expected._replace(stream=True), streamed("a", "b", "c")))
+    loose = expected._replace(stream=True, exact=False)
+    assert counts(check_reply(loose, streamed("two words"))), "texts tell only where exact"
 
 
 @pytest.mark.parametrize(
     "data, why",
     [
         (whole(status=b"500 No"), "status 500"),
+        (whole(status=b"429 Wait"), "status 429"),
         (whole(tokens=2), "usage says 2 tokens, not 3"),
         (whole(reason="stop"), "ended with 'stop'"),
         (whole(text="ab"), "a text of 2 characters"),
         (whole()[:-1], "not a reply: JSONDecodeError"),
+        (whole() + whole(), "not a reply: JSONDecodeError Extra data"),
         (HEAD + b"\r\n{}", "not a reply: KeyError"),
+        (HEAD + b'\r\n{"error": "overloaded"}', "an error with status 200: overloaded"),
+        (HEAD + b'\r\n{"choices": [{}, {}]}', "too many values to unpack"),
         (b"", "no HTTP reply"),
     ],
 )
 def test_anything_else_does_not(data: bytes, why: str) -> None:
-    found = check_reply(LOAD, data)[3]
-    assert found is not None and why in found
+    assert why in problem_of(data)
+
+
+def test_a_reply_may_stop_early_where_the_server_knows_no_ignore_eos() -> None:
+    assert not problem_of(whole(tokens=2, reason="stop"), may_stop=True, exact=False)
+    assert "usage says 4" in problem_of(whole(tokens=4, reason="stop"), may_stop=True, exact=False)
+    assert "usage says 2" in problem_of(whole(tokens=2), may_stop=True, exact=False)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +102,7 @@ def test_anything_else_does_not(data: bytes, why: str) -> None:
         (streamed("a", "b", "c").replace(b"\r\n0\r\n", b"\r\n1\r\n"), "not a reply"),
         (streamed("a", "b"), "a text of 2 characters"),
         (streamed("a", "b", "c", tokens=2), "usage says 2"),
+        (streamed("a", "b", "b", "c"), "a text of 4 characters"),
         (
             streamed("a", "b", "c").replace(b'"finish_reason": null', b'"finish_reason": true', 1),
             "the stream continues after its finish_reason",
@@ -95,19 +110,43 @@ def test_anything_else_does_not(data: bytes, why: str) -> None:
     ],
 )
 def test_a_stream_has_to_be_whole(data: bytes, why: str) -> None:
-    found = check_reply(replace(LOAD, stream=True), data)[3]
-    assert found is not None and why in found
+    assert why in problem_of(data, stream=True)
+
+
+def test_a_piece_that_was_sent_twice_shows() -> None:
+    assert "4 pieces of text for 3 tokens" in problem_of(
+        streamed("one", " two", " two", " three"), stream=True, exact=False
+    )
+
+
+def test_chats_are_read_too() -> None:
+    pieces = [{"delta": {"role": "assistant", "content": ""}}, {"delta": {"content": "abc"}}]
+    events: list[Any] = [
+        {"id": "x", "choices": [{**piece, "index": 0, "finish_reason": None}]} for piece in pieces
+    ]
+    events[-1]["choices"][0]["finish_reason"] = "length"
+    events.append({"id": "x", "choices": [], "usage": {"completion_tokens": 3}})
+    body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    body += b"data: [DONE]\n\n"
+    assert not problem_of(HEAD + b"\r\n" + body, stream=True, chat=True)
+    mixed = body.replace(b'"id": "x"', b'"id": "y"', 1)
+    assert "different ids" in problem_of(HEAD + b"\r\n" + mixed, stream=True, chat=True)
 
 
 @contextmanager
-def answering(data: bytes) -> Iterator[int]:
-    """A server that says this to whatever is asked; nothing: it hangs up."""
+def answering(data: bytes | Callable[[int], bytes], hang_up: bool = False) -> Iterator[int]:
+    """A server that says this to whatever is asked; nothing: it hangs up. A function gets the
+    number of the request. `hang_up`: it closes the connection after each reply."""
+    numbers = itertools.count()
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def talk(connection: socket.socket) -> None:
             with connection:
-                while connection.recv(65536) and data:
-                    connection.sendall(data)
+                while connection.recv(65536):
+                    reply = data if isinstance(data, bytes) else data(next(numbers))
+                    connection.sendall(reply)
+                    if hang_up or not reply:
+                        return
 
         def accept() -> None:
             while True:
@@ -166,8 +205,73 @@ def test_a_server_that_only_fails_answers_nothing_at_all(data: bytes, why: str) 
     assert why in found["wrong"] and sum(found["wrong"].values()) == 4
 
 
+STALLED = whole()[:-5]
+
+
+@pytest.mark.parametrize(
+    "reply, why",
+    [
+        (STALLED, "it was not complete after 0.2 s"),
+        (streamed("a", "b", "c")[:-20], "it was not complete after 0.2 s"),
+    ],
+)
+def test_a_server_that_stalls_costs_its_own_replies(reply: bytes, why: str) -> None:
+    def sometimes(number: int) -> bytes:
+        good = streamed("a", "b", "c") if b"chunked" in reply else whole()
+        return reply if number % 3 == 2 else good
+
+    load = replace(LOAD, clients=2, requests=9, timeout=20, reply_timeout=0.2)
+    with answering(sometimes) as port:
+        found = measure(replace(load, port=port, stream=b"chunked" in reply))
+    assert len(found["good"]) == 6 and found["wrong"] == {why: 3}
+
+
+def test_a_server_that_closes_connections_is_asked_again() -> None:
+    closing = whole().replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
+    with answering(closing, hang_up=True) as port:
+        found = measure(replace(LOAD, port=port, clients=2, requests=7, timeout=20))
+    assert len(found["good"]) == 7 and not found["wrong"]
+
+
+def test_a_server_that_truncates_its_replies_is_found_out() -> None:
+    with answering(whole()[:-5], hang_up=True) as port:
+        found = measure(replace(LOAD, port=port, clients=2, requests=4, timeout=20))
+    assert not found["good"] and sum(found["wrong"].values()) == 4
+    assert "not a reply: JSONDecodeError" in next(iter(found["wrong"]))
+
+
+def with_id(identity: str) -> bytes:
+    body = whole().partition(b"\r\n\r\n")[2]
+    body = b'{"id": "%b", ' % identity.encode() + body[1:]
+    return HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+def test_a_server_that_sends_replies_twice_is_found_out() -> None:
+    with answering(lambda number: with_id(f"reply-{number // 2}")) as port:
+        found = measure(replace(LOAD, port=port, clients=2, requests=6, timeout=20))
+    assert len(found["good"]) == 3
+    assert found["wrong"] == {"the reply to another request was sent again": 3}
+
+
+def test_keys_and_models_are_sent_and_kept_out_of_results() -> None:
+    load = replace(LOAD, model="m", headers={"Authorization": "Bearer secret"}, chat=True)
+    request = replace(load, path="/base/v1/chat/completions").request(0)
+    assert request.startswith(b"POST /base/v1/chat/completions HTTP/1.1\r\n")
+    assert b"\r\nAuthorization: Bearer secret\r\n" in request
+    body = json.loads(request.partition(b"\r\n\r\n")[2])
+    assert body["model"] == "m" and body["messages"][0]["content"] == "Hello"
+    with answering(whole()) as port:
+        found = measure(replace(load, chat=False, port=port, timeout=20))
+    assert "secret" not in json.dumps(found)
+
+
 def test_the_command_fails_where_replies_are_wrong(octavo: Octavo) -> None:
-    with answering(whole(tokens=2)) as port:
+    def reply(number: int) -> bytes:
+        body = b'{"data": [{"id": "m"}]}'
+        models = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+        return whole(tokens=2) if number else models
+
+    with answering(reply) as port:
         result = octavo(
             "bench",
             "serve",
@@ -188,13 +292,43 @@ def test_the_command_fails_where_replies_are_wrong(octavo: Octavo) -> None:
     assert case["good"] == 0 and case["tok_s"] == 0
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (b"401 No", b"{}", "refuses the API key .status 401.: give --api-key"),
+        (b"200 OK", b'{"data": [{"id": "a"}, {"id": "b"}]}', "has 2 models .a, b.: say which"),
+        (b"200 OK", b"hello", "does not answer with a list of models"),
+        (b"503 Busy", b"", "answers with status 503"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_measured_says_why(
+    status: bytes, body: bytes, says: str
+) -> None:
+    head = HEAD.replace(b"200 OK", status) + b"content-length: %d\r\n\r\n" % len(body)
+    with answering(head + body) as port:
+        endpoint = Endpoint.parse(f"http://127.0.0.1:{port}")
+        with pytest.raises(OctavoError, match=says):
+            endpoint.with_model()
+
+
+def test_an_endpoint_is_read_from_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_API_KEY", "from-environment")
+    endpoint = Endpoint.parse("https://example.com/api/v1/", model="m", chat=True)
+    load = endpoint.applied_to(LOAD)
+    assert (load.host, load.port, load.tls) == ("example.com", 443, True)
+    assert load.path == "/api/v1/chat/completions" and load.model == "m"
+    assert load.headers == {"Authorization": "Bearer from-environment"}
+    assert Endpoint.parse("http://h:9", api_key="given").headers["Authorization"] == "Bearer given"
+    assert Endpoint.parse("http://h:9").applied_to(LOAD).path == "/v1/completions"
+
+
 def test_bad_arguments(octavo: Octavo) -> None:
     result = octavo("bench", "serve", "--cases", "same,other")
     assert result.exit_code == 2 and "unknown case other: use same, long" in result.output
     result = octavo("bench", "serve", "--url", "ftp://x")
     assert result.exit_code == 2 and "give http://HOST:PORT" in result.output
     result = octavo("bench", "serve", "--url", "http://127.0.0.1:1")
-    assert result.exit_code == 2 and "no server answers at http://127.0.0.1:1" in result.output
+    assert result.exit_code == 2 and "no server answers at 127.0.0.1:1/v1/models" in result.output
 
 
 def test_a_shapes_text_tells_how_many_tokens_it_has(tmp_path: Path) -> None:
