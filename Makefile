@@ -97,7 +97,7 @@ test-ray: $(RAY_READY)
 	@$(RAY)/bin/python -m pytest -m slow tests/ray_serve $(ARGS)
 
 peers: $(PEERS_READY)
-	@$(PEERS)/bin/python octavo/bench/peers/prepare.py $(PEERS)/models
+	@$(PEERS)/bin/python octavo/bench/peers/prepare_models.py $(PEERS)/models
 
 # A machine with a GPU may have little beside torch, triton and transformers, so files with nothing for it stay unread.
 test-gpu:

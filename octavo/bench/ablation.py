@@ -20,7 +20,7 @@ from octavo.bench.interleave import interleave, is_noisy, ratios, spread
 from octavo.bench.measure_speculation import WORKLOADS as TEXT_WORKLOADS
 from octavo.bench.picture import Panel, bars
 from octavo.bench.result_file import BenchRun
-from octavo.bench.views import Result, ResultTable, View, spread_text
+from octavo.bench.views import Result, ResultTable, ResultView, spread_text
 from octavo.engine_options import LOADING_OPTIONS
 from octavo.llm import LLM
 from octavo.model.base import Matrix
@@ -440,4 +440,4 @@ def notes(result: Result) -> list[str]:
     return found
 
 
-VIEW = View(tables, panels, notes)
+VIEW = ResultView(tables, panels, notes)

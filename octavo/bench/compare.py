@@ -24,17 +24,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from octavo.bench.endpoint import Endpoint
 from octavo.bench.http_load import Load
 from octavo.bench.interleave import spread
 from octavo.bench.measure_serve import RunningServer, run_client
+from octavo.bench.openai_endpoint import OpenAIEndpoint
 from octavo.bench.peers.engines import PACKAGES
 from octavo.bench.picture import Panel, bars
 from octavo.bench.result_file import BenchRun
-from octavo.bench.views import Result, ResultTable, View, spread_text
+from octavo.bench.views import Result, ResultTable, ResultView, spread_text
 from octavo.errors import OctavoError
 
-WORKER = Path(__file__).parent / "peers" / "worker.py"
+WORKER = Path(__file__).parent / "peers" / "peer_worker.py"
 OURS = "octavo"
 WORKLOADS = ("decode", "prefill", "streams")
 SHORT_PROMPT = 32
@@ -61,7 +61,7 @@ class Contender(Protocol):
 # ---- texts ---------------------------------------------------------------------------------------
 
 
-class PromptSource:
+class BenchPrompts:
     """Takes prompts of token ids from a text. No two prompts of a run are equal."""
 
     def __init__(self, token_ids: Sequence[int]):
@@ -72,7 +72,7 @@ class PromptSource:
         return list(self.token_ids[start : start + length])
 
 
-def embedded_prompts() -> PromptSource:
+def embedded_prompts() -> BenchPrompts:
     """Return prompts from Python's language reference, in tokens of the embedded model."""
     from pydoc_data.topics import topics
 
@@ -82,7 +82,7 @@ def embedded_prompts() -> PromptSource:
 
     tokenizer = read_tokenizer(open_gguf(embedded_path()))
     assert tokenizer is not None
-    return PromptSource(tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics))))
+    return BenchPrompts(tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics))))
 
 
 # ---- engines -------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def embedded_prompts() -> PromptSource:
 class EngineProcess:
     """An engine in a process of its own. Raises OctavoError if it does not start."""
 
-    def __init__(self, name: str, python: str, models: Path, threads: int, prompts: PromptSource):
+    def __init__(self, name: str, python: str, models: Path, threads: int, prompts: BenchPrompts):
         self.name = name
         self.prompts = prompts
         self.lines: queue.Queue[str] = queue.Queue()
@@ -177,7 +177,7 @@ class EndpointContender:
     """A server with the OpenAI API. The text of its prompts has about the lengths of the engines'
     prompts; the server's usage says how long they are."""
 
-    def __init__(self, name: str, endpoint: Endpoint, text: str):
+    def __init__(self, name: str, endpoint: OpenAIEndpoint, text: str):
         self.name = name
         self.server = RunningServer(endpoint.with_model())
         self.text = text
@@ -374,4 +374,4 @@ def panels(result: Result) -> list[Panel]:
     ]
 
 
-VIEW = View(tables, panels, notes)
+VIEW = ResultView(tables, panels, notes)

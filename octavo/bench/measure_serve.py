@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.bench.endpoint import Endpoint
 from octavo.bench.http_load import Load
+from octavo.bench.openai_endpoint import OpenAIEndpoint
 from octavo.core.trace import STEP_LINE
 from octavo.engine_options import EngineOptions
 from octavo.errors import OctavoError
@@ -82,7 +82,7 @@ run(msgspec.json.decode(sys.argv[1], type=ServeConfig))
 
 @dataclass
 class RunningServer:
-    endpoint: Endpoint
+    endpoint: OpenAIEndpoint
     pid: int | None = None  # of the front process; None if the server was started elsewhere
     trace_file: Path | None = None
 
@@ -128,7 +128,7 @@ def server(
     """
     if trace_file is not None:
         engine_options = replace(engine_options, record_trace=str(trace_file))
-    endpoint = Endpoint("127.0.0.1", _free_port(), model="bench")
+    endpoint = OpenAIEndpoint("127.0.0.1", _free_port(), model="bench")
     running = RunningServer(endpoint, trace_file=trace_file)
     config = {
         "model": model,

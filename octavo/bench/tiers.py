@@ -173,7 +173,7 @@ def force_loading(llm: LLM) -> OffloadCosts:
 # ---- the bench -----------------------------------------------------------------------------------
 
 
-class PromptSource:
+class TextPrompts:
     """Makes random prompts of one length."""
 
     def __init__(self, vocab_size: int, tokens: int):
@@ -207,7 +207,7 @@ def measure(
     memory, and a disk tier at `directory`.
     """
     llm = make_engine()
-    source = PromptSource(llm.config.vocab_size, tokens)
+    source = TextPrompts(llm.config.vocab_size, tokens)
     answers, result = measure_host(llm, source, directory, repeat, advance)
     llm.close()
     del llm
@@ -224,7 +224,7 @@ def measure(
 
 
 def measure_host(
-    llm: LLM, source: PromptSource, directory: Path, repeat: int, advance: Callable[[], None]
+    llm: LLM, source: TextPrompts, directory: Path, repeat: int, advance: Callable[[], None]
 ) -> tuple[HostAnswers, dict[str, Any]]:
     """Measure prompts that are computed, in the cache of the device, and in host memory."""
     llm.warm_up()
@@ -269,7 +269,7 @@ def measure_host(
 
 
 def measure_disk(
-    llm: LLM, source: PromptSource, answers: HostAnswers, advance: Callable[[], None]
+    llm: LLM, source: TextPrompts, answers: HostAnswers, advance: Callable[[], None]
 ) -> dict[str, Any]:
     """Measure prompts that a new engine reads from disk, and again from the page cache."""
     llm.warm_up()

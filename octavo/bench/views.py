@@ -33,15 +33,15 @@ def no_notes(result: Result) -> list[str]:
     return []
 
 
-class View(NamedTuple):
+class ResultView(NamedTuple):
     tables: Callable[[Result], list[ResultTable]]
     panels: Callable[[Result], list[Panel]]
     notes: Callable[[Result], list[str]] = no_notes  # sentences below the tables
 
 
-def view_of(result: Result) -> View:
+def view_of(result: Result) -> ResultView:
     """Return the view of a result."""
-    view: View = importlib.import_module(MODULES[result["bench"]]).VIEW
+    view: ResultView = importlib.import_module(MODULES[result["bench"]]).VIEW
     return view
 
 

@@ -61,7 +61,7 @@ def compare(
 ) -> None:
     """Compare Octavo with other engines on the embedded model, or any servers with each other."""
     from octavo.bench.compare import Comparison, EndpointContender, EngineProcess, embedded_prompts
-    from octavo.bench.endpoint import Endpoint
+    from octavo.bench.openai_endpoint import OpenAIEndpoint
     from octavo.bench.result_file import BenchRun
     from octavo.cli.progress import Steps
 
@@ -83,7 +83,7 @@ def compare(
                 )
             for text in endpoint or []:
                 label, address, model = read_endpoint(text)
-                target = Endpoint.parse(
+                target = OpenAIEndpoint.parse(
                     address, model=model, api_key=api_key, chat=chat, may_stop=no_ignore_eos
                 )
                 comparison.add(

@@ -17,8 +17,8 @@ from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from octavo.bench.endpoint import Endpoint
     from octavo.bench.http_load import Load
+    from octavo.bench.openai_endpoint import OpenAIEndpoint
 
 ServedModel = Annotated[
     str | None,
@@ -82,9 +82,9 @@ def bench_serve(
     The exit code is 1 if a reply is wrong.
     """
 
-    from octavo.bench.endpoint import Endpoint
     from octavo.bench.http_load import Load
     from octavo.bench.measure_serve import CASES
+    from octavo.bench.openai_endpoint import OpenAIEndpoint
     from octavo.cli.progress import Steps
 
     case_names = cases.split(",")
@@ -95,7 +95,7 @@ def bench_serve(
         task = progress.add_task("starting", total=len(case_names) * repeat)
         advance = lambda: progress.update(task, description="measuring", advance=1)  # noqa: E731
         if url:
-            endpoint = Endpoint.parse(url, model=served_model, api_key=api_key)
+            endpoint = OpenAIEndpoint.parse(url, model=served_model, api_key=api_key)
             results = measure_url(endpoint, load, case_names, repeat, advance)
         else:
             results = measure_new_server(model, engine, load, case_names, repeat, advance)
@@ -115,7 +115,7 @@ def bench_serve(
 
 
 def measure_url(
-    endpoint: Endpoint, load: Load, case_names: list[str], repeat: int, advance: Any
+    endpoint: OpenAIEndpoint, load: Load, case_names: list[str], repeat: int, advance: Any
 ) -> list[dict[str, Any]]:
     from octavo.bench.measure_serve import RunningServer, measure
 

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import Result
 
 from octavo.bench import compare
-from octavo.bench.compare import Comparison, EndpointContender, EngineProcess, PromptSource
-from octavo.bench.endpoint import Endpoint
+from octavo.bench.compare import BenchPrompts, Comparison, EndpointContender, EngineProcess
+from octavo.bench.openai_endpoint import OpenAIEndpoint
 from octavo.bench.result_file import BenchRun
 from octavo.errors import OctavoError
 from tests.cli.test_bench_serve import HEAD, answering
@@ -88,7 +88,7 @@ def test_the_rounds_that_were_measured_survive_an_interrupt(
 
 
 def test_prompts_of_a_run_differ() -> None:
-    source = PromptSource(list(range(10_000)))
+    source = BenchPrompts(list(range(10_000)))
     prompts = [tuple(source.prompt(number, 32)) for number in range(16)]
     assert len(set(prompts)) == 16 and all(len(prompt) == 32 for prompt in prompts)
     assert len(source.prompt(3, 512)) == 512
@@ -115,7 +115,9 @@ def usage(tokens: int) -> dict[str, int]:
 
 def test_a_server_is_measured_by_the_strict_client(tmp_path: Path) -> None:
     with answering(completion) as port:
-        contender = EndpointContender("local", Endpoint.parse(f"http://127.0.0.1:{port}"), "ab" * 9)
+        contender = EndpointContender(
+            "local", OpenAIEndpoint.parse(f"http://127.0.0.1:{port}"), "ab" * 9
+        )
         assert contender.facts["weights"] == "m"
         assert contender.measure("prefill", 1) > 0
         assert contender.measure("decode", 2) > 0
@@ -144,7 +146,7 @@ def test_bad_arguments_are_named(octavo: Octavo) -> None:
 def test_a_worker_that_never_starts_is_an_error(tmp_path: Path) -> None:
     compare.WORKER.write_text("import sys; sys.exit(1)")
     with pytest.raises(OctavoError, match="octavo ended with exit code 1"):
-        EngineProcess("octavo", sys.executable, tmp_path, 1, PromptSource(range(1000)))
+        EngineProcess("octavo", sys.executable, tmp_path, 1, BenchPrompts(range(1000)))
 
 
 def test_engines_that_are_not_installed_are_not_chosen(tmp_path: Path) -> None:

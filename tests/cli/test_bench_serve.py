@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from octavo.bench.endpoint import Endpoint
 from octavo.bench.http_load import Load, measure
 from octavo.bench.measure_serve import added_latency, percentiles
 from octavo.bench.model_shapes import GPT2_124M, write_directory
+from octavo.bench.openai_endpoint import OpenAIEndpoint
 from octavo.bench.reply_checks import CheckedReply, check_reply
 from octavo.errors import OctavoError
 from octavo.text.tokenizer import Tokenizer
@@ -306,20 +306,23 @@ def test_an_endpoint_that_cannot_be_measured_says_why(
 ) -> None:
     head = HEAD.replace(b"200 OK", status) + b"content-length: %d\r\n\r\n" % len(body)
     with answering(head + body) as port:
-        endpoint = Endpoint.parse(f"http://127.0.0.1:{port}")
+        endpoint = OpenAIEndpoint.parse(f"http://127.0.0.1:{port}")
         with pytest.raises(OctavoError, match=says):
             endpoint.with_model()
 
 
 def test_an_endpoint_is_read_from_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_API_KEY", "from-environment")
-    endpoint = Endpoint.parse("https://example.com/api/v1/", model="m", chat=True)
+    endpoint = OpenAIEndpoint.parse("https://example.com/api/v1/", model="m", chat=True)
     load = endpoint.applied_to(LOAD)
     assert (load.host, load.port, load.tls) == ("example.com", 443, True)
     assert load.path == "/api/v1/chat/completions" and load.model == "m"
     assert load.headers == {"Authorization": "Bearer from-environment"}
-    assert Endpoint.parse("http://h:9", api_key="given").headers["Authorization"] == "Bearer given"
-    assert Endpoint.parse("http://h:9").applied_to(LOAD).path == "/v1/completions"
+    assert (
+        OpenAIEndpoint.parse("http://h:9", api_key="given").headers["Authorization"]
+        == "Bearer given"
+    )
+    assert OpenAIEndpoint.parse("http://h:9").applied_to(LOAD).path == "/v1/completions"
 
 
 def test_bad_arguments(octavo: Octavo) -> None:

@@ -3,7 +3,7 @@
     engine.generate(prompts, count)   prompts of token ids -> `count` new token ids for each
 
 The prompts of one call have equal lengths. A new engine is one class with `version`, `weights` and
-`generate`, and one line in ENGINES. This file is imported by worker.py, without Octavo.
+`generate`, and one line in ENGINES. This file is imported by peer_worker.py, without Octavo.
 """
 
 from __future__ import annotations

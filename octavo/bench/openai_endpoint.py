@@ -1,6 +1,6 @@
 """Where an OpenAI-compatible server is, and what it wants to be told: a model and a key.
 
-    Endpoint.parse("https://host/v1", model="m", api_key="...").applied_to(load)
+    OpenAIEndpoint.parse("https://host/v1", model="m", api_key="...").applied_to(load)
 
 This module knows HTTP and nothing of engines.
 """
@@ -21,7 +21,7 @@ KEY_VARIABLE = "OCTAVO_API_KEY"
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class OpenAIEndpoint:
     host: str
     port: int
     tls: bool = False
@@ -32,7 +32,7 @@ class Endpoint:
     may_stop: bool = False  # the server does not know ignore_eos
 
     @classmethod
-    def parse(cls, url: str, **options: Any) -> Endpoint:
+    def parse(cls, url: str, **options: Any) -> OpenAIEndpoint:
         """Read a URL. Without a path it means /v1. The key may also come from OCTAVO_API_KEY."""
         address = urlsplit(url)
         if address.scheme not in ("http", "https") or not address.hostname:
@@ -69,7 +69,7 @@ class Endpoint:
             headers=load.headers | self.headers,
         )
 
-    def with_model(self) -> Endpoint:
+    def with_model(self) -> OpenAIEndpoint:
         """Return the endpoint with the name of the only model, if no name was given.
 
         Raises OctavoError if the server does not answer, refuses the key or has several models."""

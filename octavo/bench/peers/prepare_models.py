@@ -1,6 +1,6 @@
 """Converts the embedded model into the formats that other engines read.
 
-    python prepare.py DIRECTORY
+    python prepare_models.py DIRECTORY
 
 It runs in the environment of the peers (`make peers`), where Octavo is not installed, and writes
 

@@ -1,6 +1,6 @@
 """Runs one engine in a process of its own, for `octavo bench compare`.
 
-    python worker.py ENGINE MODELS_DIRECTORY THREADS
+    python peer_worker.py ENGINE MODELS_DIRECTORY THREADS
 
 It writes a line of JSON when the engine is ready, and one for each line that it reads:
 
