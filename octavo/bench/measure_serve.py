@@ -101,7 +101,7 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -120,15 +120,18 @@ def _is_ready(running: RunningServer) -> bool:
 
 @contextmanager
 def server(
-    model: str | None, engine_options: EngineOptions, trace_file: Path | None = None
+    model: str | None,
+    engine_options: EngineOptions,
+    trace_file: Path | None = None,
+    **more: Any,
 ) -> Iterator[RunningServer]:
     """Start a server of this model and wait until it is ready.
 
-    The engine records its times in `trace_file`.
+    The engine records its times in `trace_file`. `more` are further fields of the server's config.
     """
     if trace_file is not None:
         engine_options = replace(engine_options, record_trace=str(trace_file))
-    endpoint = OpenAIEndpoint("127.0.0.1", _free_port(), model="bench")
+    endpoint = OpenAIEndpoint("127.0.0.1", free_port(), model="bench")
     running = RunningServer(endpoint, trace_file=trace_file)
     config = {
         "model": model,
@@ -136,6 +139,7 @@ def server(
         "served_model_name": ["bench"],
         "port": endpoint.port,
         "max_queue": 4096,
+        **more,
     }
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(

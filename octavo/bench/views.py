@@ -19,6 +19,10 @@ Result = dict[str, Any]
 MODULES = {
     "ablation": "octavo.bench.ablation",
     "compare": "octavo.bench.compare",
+    "sweep": "octavo.bench.sweep",
+    "memory": "octavo.bench.memory_use",
+    "decoding": "octavo.bench.decoding",
+    "transports": "octavo.bench.transports",
 }
 
 
