@@ -295,8 +295,11 @@ REFUSED = (
         {"kv_events_config": None, "otlp_traces_endpoint": None},
     ),
     RefusedOptions(
-        "the client separates reasoning from the reply",
-        {"reasoning_parser": "", "reasoning_parser_plugin": None, "reasoning_config": None},
+        "only `octavo serve` separates reasoning from the reply", {"reasoning_parser": ""}
+    ),
+    RefusedOptions(
+        "Octavo reads the styles of reasoning that docs/serving.md lists",
+        {"reasoning_parser_plugin": None, "reasoning_config": None},
     ),
     RefusedOptions("pass the template to LLM.chat", {"chat_template": None}),
     RefusedOptions("use skip_tokenizer_init", {"tokens_only": False}),

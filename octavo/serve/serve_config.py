@@ -37,11 +37,23 @@ def known_prefix(name: str, value: Any) -> str:
 
 
 def known_parser(name: str, value: Any) -> Any:
+    """Return the name of a format. vLLM's names are accepted too."""
     if value in ("auto", "none"):
         return value
-    from octavo.text.tool_formats import FORMATS  # This import would slow `octavo --help` down.
+    # This import would slow `octavo --help` down.
+    from octavo.text.tool_formats import FORMATS, VLLM_FORMATS
 
-    return one_of("auto", "none", *FORMATS)(name, value)
+    return one_of("auto", "none", *FORMATS)(name, VLLM_FORMATS.get(value, value))
+
+
+def known_reasoning(name: str, value: Any) -> Any:
+    """Return the name of a style. vLLM's names are accepted too."""
+    if value in ("auto", "none"):
+        return value
+    from octavo.text.reasoning import STYLES, VLLM_STYLES, VLLM_THINK_NAMES
+
+    found = "think" if value in VLLM_THINK_NAMES else VLLM_STYLES.get(value, value)
+    return one_of("auto", "none", *STYLES)(name, found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +147,16 @@ class ServeConfig:
             aliases=("--tool-call-parser",),
             show_default=True,
             check=known_parser,
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Option(
+            "How the model marks its reasoning: auto (found from the chat template), none "
+            "(reasoning stays in the reply), or a name that docs/serving.md lists.",
+            metavar="NAME",
+            show_default=True,
+            check=known_reasoning,
         ),
     ] = "auto"
     log_level: Annotated[

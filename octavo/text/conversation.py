@@ -6,6 +6,7 @@ vLLM and transformers:
 - `content` is one string. Parts of text are joined. Missing content, as beside tool calls, is "".
 - The arguments of a tool call are an object. The API sends them as JSON. Arguments that are not a
   JSON object stay unchanged.
+- A `function_call`, the form of a call before 2023, is a tool call.
 - Reasoning is present as `reasoning_content` and as `thinking`, whichever name the client used.
 - Members that are null are removed, and so is an empty list of tool calls.
 """
@@ -61,6 +62,9 @@ def _checked_message(message: Any, location: str) -> dict[str, Any]:
     plain_message = to_plain(message, location)
     checked = {member: value for member, value in plain_message.items() if value is not None}
     tool_calls = checked.pop("tool_calls", None)
+    function_call = checked.pop("function_call", None)
+    if role == "assistant" and function_call is not None and not tool_calls:
+        tool_calls = [{"id": "call00000", "type": "function", "function": function_call}]
     if role == "assistant" and tool_calls:
         checked["tool_calls"] = _parsed_calls(tool_calls, f"{location}.tool_calls")
     elif tool_calls:

@@ -274,3 +274,27 @@ _TABLE = (
     ),
 )  # fmt: skip
 FORMATS = {format.name: format for format in _TABLE}
+# vLLM's names of parsers that have other names here.
+VLLM_FORMATS = {
+    "llama3_json": "llama_json",
+    "llama4_json": "llama_json",
+    "llama4_pythonic": "pythonic",
+    "olmo3": "pythonic",
+    "openai": "harmony",
+    "qwen3_xml": "qwen3_coder",
+    "granite-20b-fc": "granite_20b",
+    "granite4": "hermes",
+    "phi4_mini_json": "phi4",
+    "deepseek_v4": "deepseek_v32",
+    "glm47": "glm45",
+    "cohere_command3": "command_r",
+    "cohere_command4": "command_r",
+    "gigachat3": "gigachat",
+    "muse_glimmer": "muse",
+    # The chat template of these models tells the format.
+    **dict.fromkeys(
+        ("dots", "ernie45", "ling3", "poolside_v1", "hunyuan_a13b", "hy_v3", "kimi_k3", "longcat",
+         "mimo", "minimax_m3", "step3", "step3p5", "inkling"),
+        "auto",
+    ),
+}  # fmt: skip

@@ -41,6 +41,7 @@ OTHER_VALUES: dict[type, dict[str, tuple[str | None, object]]] = {
         "served_model_name": ("a", ("a",)),
         "chat_template": ("FILE", "{{ messages }}"),
         "tool_parser": ("hermes", "hermes"),
+        "reasoning_parser": ("think", "think"),
         "log_level": ("DEBUG", "debug"),
         "keys_file": ("keys.toml", "keys.toml"),
         "api_keys": ("a-key", ("a-key",)),

@@ -22,6 +22,7 @@ from tests.serve.running import NAME, Running, check_error, events
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
+FUNCTIONS = [{"name": "f"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 BASE = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 BEAMS = {
@@ -115,6 +116,8 @@ IN_A_CHAT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "messages": ({"messages": [{"role": "user", "content": "another"}]}, {}),
     "tools": ({"tools": TOOLS, "tool_choice": "required"}, {}),
     "tool_choice": ({"tools": TOOLS, "tool_choice": "required"}, {"tools": TOOLS}),
+    "functions": ({"functions": FUNCTIONS, "function_call": {"name": "f"}}, {}),
+    "function_call": ({"functions": FUNCTIONS, "function_call": {"name": "f"}}, {"functions": FUNCTIONS}),
     "chat_template": ({"chat_template": "x"}, {}),
     "chat_template_kwargs": ({"chat_template_kwargs": {"messages": []}}, {}),
     "documents": ({"documents": [{"text": "x"}]}, {}),
@@ -143,6 +146,7 @@ IN_A_COMPLETION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 # Tested where their effect can be seen: the tiny tokenizer adds no BOS, caching and order do not
 # show in a reply, and a random model calls no two tools.
 ELSEWHERE = {"add_special_tokens", "cache_salt", "priority", "parallel_tool_calls"}
+ELSEWHERE |= {"include_reasoning", "separate_reasoning"}  # tests/serve/test_reasoning.py
 
 STATUS = {"model": 404, "timeout": 504, "chat_template": 403, "chat_template_kwargs": 400}
 
@@ -153,7 +157,7 @@ ASKS: dict[str, Any] = {
     "repeat_penalty": 1.1, "repeat_last_n": 64, "typical_p": 0.9, "typ_p": 0.9, "top_a": 0.1, "tfs_z": 0.9, "mirostat": 2,
     "dynatemp_range": 0.5, "dry_multiplier": 0.8, "xtc_probability": 0.5, "samplers": ["top_k"], "do_sample": False,
     "options": {"num_predict": 5}, "thinking_token_budget": 5, "n_predict": 5, "num_predict": 5, "max_length": 5,
-    "min_length": 5, "stop_sequences": ["x"], "structural_tag": "x", "include_reasoning": False, "return_token_offsets": True,
+    "min_length": 5, "stop_sequences": ["x"], "structural_tag": "x", "include_reasoning": False, "separate_reasoning": False, "return_token_offsets": True,
     "no_stop_trim": True, "return_hidden_states": True,
     "return_assistant_tokens_mask": True, "audio": {"voice": "x", "format": "wav"}, "modalities": ["audio"],
     "functions": [{"name": "f"}], "function_call": "auto", "web_search_options": {}, "moderation": {"model": "x"}, "n_probs": 5,

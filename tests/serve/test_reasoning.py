@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.errors import InvalidRequest
 from octavo.serve.api.reply_writer import Part, ReasoningDelta, ReplyParser, whole_parts
-from octavo.text.reasoning import ReasoningFilter
-from tests.serve.running import Running
+from octavo.serve.serve_config import ServeConfig
+from octavo.text.reasoning import STYLES, ReasoningFilter, detect_style
+from tests.serve.conftest import REASONING_TEMPLATE
+from tests.serve.running import Running, server
 
 TEXT = "<think>two and two</think>\n\nfour"
 ASKED = [{"role": "user", "content": TEXT}]
@@ -91,3 +95,121 @@ def test_a_reply_with_a_structure_has_no_reasoning(parrot: Running) -> None:
     }
     (block,) = parrot.post("/v1/messages", body).json()["content"]
     assert block["type"] == "text" and block["text"].startswith("<think>")
+
+
+# ---- chats ---------------------------------------------------------------------------------------
+
+
+def streamed(running: Running, **asked: Any) -> dict[str, str]:
+    """The deltas of a stream, joined by their names."""
+    body = {"messages": ASKED, "stream": True, **asked}
+    text = running.post("/v1/chat/completions", body).text
+    joined: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("data: {"):
+            for name, value in json.loads(line[6:])["choices"][0]["delta"].items():
+                joined[name] = joined.get(name, "") + (value or "")
+    return joined
+
+
+def message(running: Running, **asked: Any) -> dict[str, Any]:
+    body = {"messages": ASKED, **asked}
+    found: dict[str, Any] = running.post("/v1/chat/completions", body).json()
+    return found["choices"][0]["message"]  # type: ignore[no-any-return]
+
+
+def test_a_chat_has_reasoning_under_both_names(parrot: Running) -> None:
+    found = message(parrot)
+    assert found["reasoning"] == found["reasoning_content"] == "two and two"
+    assert found["content"] == "four"
+    assert streamed(parrot) == {
+        "role": "assistant",
+        "content": "four",
+        "reasoning": "two and two",
+        "reasoning_content": "two and two",
+    }
+
+
+def test_reasoning_can_be_left_out_or_left_in(parrot: Running) -> None:
+    found = message(parrot, include_reasoning=False)
+    assert found["reasoning"] is None and found["content"] == "four"
+    assert "reasoning" not in streamed(parrot, include_reasoning=False)
+    found = message(parrot, separate_reasoning=False)
+    assert found["reasoning"] is None and found["content"] == TEXT
+    assert streamed(parrot, separate_reasoning=False)["content"] == TEXT
+
+
+def test_a_reply_of_reasoning_alone_has_no_content(parrot: Running) -> None:
+    found = message(parrot, messages=[{"role": "user", "content": "<think>cut"}])
+    assert found["content"] is None and found["reasoning"] == "cut"
+
+
+def test_tools_are_read_after_the_reasoning(parrot: Running) -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    asked = [{"role": "user", "content": f"<think>so</think>{call}"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    found = message(parrot, messages=asked, tools=tools)
+    assert found["reasoning"] == "so" and found["content"] is None
+    assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    functions = [{"name": "f"}]
+    legacy = message(parrot, messages=asked, functions=functions)
+    assert legacy["function_call"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert "tool_calls" not in legacy
+    body = {"messages": asked, "functions": functions}
+    reply = parrot.post("/v1/chat/completions", body).json()
+    assert reply["choices"][0]["finish_reason"] == "function_call"
+    chunks = parrot.post("/v1/chat/completions", {**body, "stream": True}).text
+    assert '"function_call":{"name":"f","arguments":""}' in chunks
+
+
+# ---- styles --------------------------------------------------------------------------------------
+
+STYLED = {
+    "think": "<think>why</think>so",
+    "harmony": "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
+    "<|channel|>final<|message|>so<|return|>",
+    "mistral": "[THINK]why[/THINK]so",
+    "seed_oss": "<seed:think>why</seed:think>so",
+    "command_r": "<|START_THINKING|>why<|END_THINKING|><|START_RESPONSE|>so<|END_RESPONSE|>",
+    "gemma4": "<|channel>thought\nwhy<channel|>so",
+    "granite": "Here is my thought process:why Here is my response:so",
+}
+
+
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_every_style_is_read_however_it_is_split(name: str, size: int) -> None:
+    text = STYLED[name]
+    found = {True: "", False: ""}
+    reasoning_filter = ReasoningFilter(style=STYLES[name])
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for is_reasoning, part in [
+        *(pair for piece in pieces for pair in reasoning_filter.push(piece)),
+        *reasoning_filter.finish(),
+    ]:
+        found[is_reasoning] += part
+    assert found[True].strip() == "why" and found[False] == "so"
+    style = detect_style([f"{{# {text} #}}"])
+    assert style is not None and style.name == name
+
+
+def test_a_template_without_reasoning_has_no_style() -> None:
+    assert detect_style(["{{ messages }}"]) is None
+
+
+def test_a_server_without_a_parser_leaves_reasoning_in_the_reply(tmp_path: Path) -> None:
+    options = {"program": "tests.serve.parrot_engine", "chat_template": REASONING_TEMPLATE}
+    with server(tmp_path, reasoning_parser="none", **options) as plain:
+        assert message(plain)["content"] == TEXT
+        blocks = plain.post("/v1/messages", {"messages": ASKED, "max_tokens": 100}).json()
+        assert blocks["content"] == [{"type": "text", "text": TEXT}]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("qwen3", "think"), ("deepseek_r1", "think"), ("openai_gptoss", "harmony"), ("auto", "auto")],
+)
+def test_the_names_of_vllm_are_accepted(given: str, name: str) -> None:
+    assert ServeConfig(reasoning_parser=given).reasoning_parser == name
+    with pytest.raises(InvalidRequest, match="must be one of auto, none, think"):
+        ServeConfig(reasoning_parser="other")

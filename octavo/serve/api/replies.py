@@ -16,10 +16,17 @@ from octavo.collect import Collector
 from octavo.outputs import CompletionOutput
 from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.logprobs import Layout, Offsets, prompt_logprobs_of
-from octavo.serve.api.reply_writer import EVENT_STREAM
+from octavo.serve.api.reply_writer import (
+    EVENT_STREAM,
+    Delta,
+    ReasoningDelta,
+    ReasoningStart,
+    ReplyParser,
+    whole_parts,
+)
 from octavo.serve.api.request_tools import ToolUse, whole_call
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tool_calls import CallDelta, ToolParser
+from octavo.text.tool_calls import CallDelta
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -42,6 +49,19 @@ class Shape:
     usage: str | None = None  # The chunks of a stream with the usage: None, "end" or "all".
     stream: bool = False
     tools: ToolUse | None = None  # The text is parsed for calls of these tools.
+    is_legacy: bool = False  # The request has functions, the form of tools before 2023.
+    reasoning: ReasoningStart | None = None  # The text may begin with reasoning.
+    shows_reasoning: bool = True  # The reasoning is part of the reply.
+
+    @property
+    def is_parsed(self) -> bool:
+        """True if the text consists of parts that are sent separately."""
+        return self.tools is not None or self.reasoning is not None
+
+    def parser(self) -> ReplyParser:
+        """Return a parser for one completion."""
+        reasoning = None if self.reasoning is None else self.reasoning.filter()
+        return ReplyParser(self.tools, reasoning)
 
 
 class Envelope(NamedTuple):
@@ -134,29 +154,41 @@ def chat_choice(
         "audio": None,
         "function_call": None,
         "reasoning": None,
+        "reasoning_content": None,
     }
-    calls = 0
-    if shape.tools is not None:
-        message["content"], found = shape.tools.read(completion.text)
-        calls = len(found)
-        if found:
-            message["tool_calls"] = found
+    calls = add_parts(message, completion.text, shape) if shape.is_parsed else 0
     if shape.prefix:
         message["content"] = shape.prefix + (message["content"] or "")
     return {
         "index": index,
         "message": message,
         "logprobs": logprobs,
-        "finish_reason": finish_reason(completion, calls),
+        "finish_reason": finish_reason(completion, calls, shape),
         "stop_reason": completion.stop_reason,
         "token_ids": completion.token_ids if shape.token_ids else None,
     }
 
 
-def finish_reason(completion: CompletionOutput, calls: int) -> str | None:
-    return (
-        "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
-    )
+def add_parts(message: dict[str, Any], text: str, shape: Shape) -> int:
+    """Add the parts of a text to a message. Returns the number of calls."""
+    parts = whole_parts(shape.parser(), text)
+    content = "".join(part.text for part in parts if part.kind == "text")
+    reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
+    calls = [whole_call(part.name, part.text) for part in parts if part.kind == "call"]
+    message["content"] = content or (None if calls or reasoning else "")
+    if reasoning and shape.shows_reasoning:
+        message["reasoning"] = message["reasoning_content"] = reasoning
+    if calls and shape.is_legacy:
+        message["function_call"] = calls[0]["function"]
+    elif calls:
+        message["tool_calls"] = calls
+    return len(calls)
+
+
+def finish_reason(completion: CompletionOutput, calls: int, shape: Shape) -> str | None:
+    if not calls or completion.finish_reason != "stop":
+        return completion.finish_reason
+    return "function_call" if shape.is_legacy else "tool_calls"
 
 
 def text_choice(
@@ -215,7 +247,7 @@ class ChunkWriter:
         self.tokenizer = tokenizer
         # True means that a chunk holds more than a text and a finish reason.
         self._is_rich = shape.logprobs is not None or shape.token_ids or shape.usage == "all"
-        self._parsers = dict[int, ToolParser]()
+        self._parsers = dict[int, ReplyParser]()
         kind = "chat.completion.chunk" if shape.chat else "text_completion"
         self._head = b"data: " + encode(envelope.fields(kind))[:-1] + b',"choices":['
         self._tail = b"]}\n\n" if shape.usage is None else b'],"usage":null}\n\n'
@@ -295,8 +327,8 @@ class ChunkWriter:
         """Return the chunk for a piece of text. `echoed` is true if the piece is the prompt."""
         if not echoed:
             self._sent += len(piece.token_ids)
-        if self.shape.tools is not None:
-            return self._with_calls(index, piece, collectors, self.shape.tools)
+        if self.shape.is_parsed:
+            return self._with_parts(index, piece, collectors)
         if self._is_rich:
             delta = {"content": piece.text} if piece.text else {}
             return self._rich(index, piece, collectors, delta, echoed)
@@ -316,33 +348,40 @@ class ChunkWriter:
             body += b',"stop_reason":' + encode(piece.stop_reason)
         return self._head + body + b"}" + self._tail
 
-    def _with_calls(
-        self, index: int, piece: CompletionOutput, collectors: list[Collector], tools: ToolUse
+    def _with_parts(
+        self, index: int, piece: CompletionOutput, collectors: list[Collector]
     ) -> bytes:
-        """Return a chunk for each new part of the text or of a call, and one for other data.
+        """Return a chunk for each new part of the reply, and one for other data.
 
         There may be no chunk at all.
         """
         if index not in self._parsers:
-            self._parsers[index] = tools.parser()
+            self._parsers[index] = self.shape.parser()
         parser = self._parsers[index]
-        parts = parser.push(piece.text)
-        if piece.finish_reason is not None:
-            parts += parser.finish()
         alone = CompletionOutput(index, "", [])
         chunks = [
-            self._rich(
-                index,
-                alone,
-                collectors,
-                {"content": new} if isinstance(new, str) else _call_delta(new),
-            )
-            for new in parts
+            self._rich(index, alone, collectors, delta)
+            for part in parser.push(piece.text, piece.finish_reason is not None)
+            if (delta := self._delta(part)) is not None
         ]
         if piece.finish_reason is not None or self._is_rich:
-            last = replace(piece, finish_reason=finish_reason(piece, parser.calls))
+            last = replace(piece, finish_reason=finish_reason(piece, parser.calls, self.shape))
             chunks.append(self._rich(index, last, collectors, {}))
         return b"".join(chunks)
+
+    def _delta(self, part: Delta) -> dict[str, Any] | None:
+        """Return the delta for a new part, or None if it is not sent."""
+        if isinstance(part, str):
+            return {"content": part}
+        if isinstance(part, ReasoningDelta):
+            both_names = {"reasoning": part.text, "reasoning_content": part.text}
+            return both_names if self.shape.shows_reasoning else None
+        if not self.shape.is_legacy:
+            return _call_delta(part)
+        if part.call:
+            return None
+        name = {} if part.name is None else {"name": part.name}
+        return {"function_call": {**name, "arguments": part.arguments}}
 
     def _rich(
         self,

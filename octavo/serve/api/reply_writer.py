@@ -17,7 +17,7 @@ from octavo.collect import Collector
 from octavo.outputs import CompletionOutput
 from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.request_tools import ToolUse
-from octavo.text.reasoning import ReasoningFilter
+from octavo.text.reasoning import ReasoningFilter, ReasoningStyle
 from octavo.text.tool_calls import CallDelta
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -56,6 +56,16 @@ class ReasoningDelta(NamedTuple):
 
 
 Delta = str | ReasoningDelta | CallDelta
+
+
+class ReasoningStart(NamedTuple):
+    """How a reply begins that may have reasoning."""
+
+    style: ReasoningStyle
+    in_reasoning: bool  # The prompt has opened the reasoning.
+
+    def filter(self) -> ReasoningFilter:
+        return ReasoningFilter(self.in_reasoning, self.style)
 
 
 class ReplyParser:

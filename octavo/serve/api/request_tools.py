@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo.params import SamplingParams, StructuredOutputs
 from octavo.serve.api import structured_output
@@ -23,7 +23,7 @@ from octavo.serve.api.validate import ignore
 from octavo.serve.limits import Limits
 from octavo.text.chat import select_template
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tool_calls import CallDelta, ToolParser
+from octavo.text.tool_calls import ToolParser
 from octavo.text.tool_detect import detect_format, guess_format
 from octavo.text.tool_formats import FORMATS, HERMES, NO_FORMAT, ToolFormat
 from octavo.text.tool_grammar import allows_free_text, call_grammar, has_grammar
@@ -34,6 +34,17 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 CHOICES = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
+ALLOWED = (
+    '{"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}]}'
+)
+
+
+class Choice(NamedTuple):
+    """What tool_choice asks for."""
+
+    mode: str  # "none", "auto" or "required"
+    names: tuple[str, ...] = ()  # The only tools that may be called. Empty: all of them.
+    is_single: bool = False  # Exactly one call.
 
 
 @dataclass(frozen=True)
@@ -80,21 +91,6 @@ class ToolUse:
 
         return over
 
-    def read(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
-        """Return the content and the calls of a whole reply."""
-        parser = self.parser()
-        content: list[str] = []
-        calls: list[tuple[str, list[str]]] = []
-        for delta in parser.push(text) + parser.finish():
-            if not isinstance(delta, CallDelta):
-                content.append(delta)
-            elif delta.name is not None:
-                calls.append((delta.name, []))
-            else:
-                calls[delta.call][1].append(delta.arguments)
-        found = [whole_call(name, "".join(parts)) for name, parts in calls]
-        return "".join(content) or (None if calls else ""), found
-
 
 def whole_call(name: str, arguments: str) -> dict[str, Any]:
     return {
@@ -119,31 +115,48 @@ def read_tools(
         return None
     tools = check_tools(body.tools, front.config.limits)
     choice = check_choice(body.tool_choice, [tool["function"]["name"] for tool in tools])
-    if choice == "none":
+    if choice.mode == "none":
         return None
     check_template(front, body)
     format = choose_format(front, body)
     parallel = body.parallel_tool_calls is not False
-    forced = choice != "auto" or answer is not None
+    forced = choice.mode == "required" or answer is not None
     if forced and not has_grammar(format):
         format = HERMES  # A grammar can force calls in any format.
+    allowed = tools
+    if choice.names:
+        allowed = [tool for tool in tools if tool["function"]["name"] in choice.names]
     specials = special_tags(front.tokenizer, format)
     grammar = None
     ignored: tuple[str, ...] = ()
-    if isinstance(choice, tuple):
-        named = [tool for tool in tools if tool["function"]["name"] == choice[1]]
-        grammar = call_grammar(format, named, False, specials)
-    elif choice == "required":
-        grammar = call_grammar(format, tools, parallel, specials)
+    is_strict = any(tool["function"].get("strict") for tool in allowed)
+    if choice.mode == "required":
+        grammar = call_grammar(format, allowed, parallel and not choice.is_single, specials)
     elif answer is not None:
         schema = answer_schema(body, answer)
-        grammar = call_grammar(format, tools, parallel, specials, schema)
-    elif any(tool["function"].get("strict") for tool in tools):
-        if allows_free_text(format):
-            grammar = call_grammar(format, tools, parallel, specials, free=True)
-        else:
-            ignored = ("tools.function.strict",)
+        grammar = call_grammar(format, allowed, parallel, specials, schema)
+    elif (is_strict or choice.names) and allows_free_text(format):
+        grammar = call_grammar(format, allowed, parallel, specials, free=True)
+    elif choice.names:
+        tools = allowed  # The model does not see the others.
+    if is_strict and grammar is None:
+        ignored = ("tools.function.strict",)
     return ToolUse(tools, format, parallel, grammar, bool(specials), ignored)
+
+
+def modernise(body: ChatRequest) -> bool:
+    """Turn functions and function_call into tools and tool_choice. Returns whether it did."""
+    if body.functions is None:
+        if body.function_call not in (None, "none", "auto"):
+            raise invalid_field("function_call", "function_call needs functions: set functions too")
+        return False
+    if body.tools is not None or body.tool_choice is not None:
+        raise invalid_field("functions", "functions is the old form of tools: send one of them")
+    body.tools = [{"type": "function", "function": function} for function in body.functions]
+    call = body.function_call
+    body.tool_choice = {"type": "function", "function": call} if isinstance(call, dict) else call
+    body.parallel_tool_calls = False
+    return True
 
 
 def choose_format(front: Front, body: ChatRequest) -> ToolFormat:
@@ -256,22 +269,39 @@ def check_parameters(schema: Any, where: str) -> None:
         raise invalid_field(f"{where}.required", f"{where}.required must be a list of names")
 
 
-def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> str | tuple[str, str]:
-    """Return "none", "auto", "required", or ("named", name of the tool)."""
+def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> Choice:
+    """Return what tool_choice asks for. `names` are the names of the tools."""
     if choice is None:
-        return "auto"
+        return Choice("auto")
     if isinstance(choice, str) and choice in ("none", "auto", "required"):
-        return choice
+        return Choice(choice)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(choice, dict) and kind == "allowed_tools":
+        return check_allowed(choice.get("allowed_tools", choice), names)
     function = choice.get("function") if isinstance(choice, dict) else None
-    if (
-        not isinstance(choice, dict)
-        or choice.get("type") != "function"
-        or not isinstance(function, dict)
-    ):
+    if kind != "function" or not isinstance(function, dict):
         raise invalid_field("tool_choice", f"tool_choice must be {CHOICES}")
-    if function.get("name") not in names:
+    name = check_name(function.get("name"), names, "tool_choice.function.name")
+    return Choice("required", (name,), is_single=True)
+
+
+def check_allowed(allowed: Any, names: list[str]) -> Choice:
+    """Return the choice of some of the tools. OpenAI has two forms of it."""
+    where = "tool_choice.allowed_tools"
+    listed = allowed.get("tools") if isinstance(allowed, dict) else None
+    mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise invalid_field(where, f"{where} must be {ALLOWED}")
+    found = []
+    for i, tool in enumerate(listed):
+        function = tool.get("function", tool) if isinstance(tool, dict) else {}
+        name = function.get("name") if isinstance(function, dict) else None
+        found.append(check_name(name, names, f"{where}.tools.{i}.function.name"))
+    return Choice(mode, tuple(found))
+
+
+def check_name(name: Any, names: list[str], param: str) -> str:
+    if not isinstance(name, str) or name not in names:
         some = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-        raise invalid_field(
-            "tool_choice.function.name", f"the request has no tool with this name, only: {some}"
-        )
-    return "named", function["name"]
+        raise invalid_field(param, f"the request has no tool with this name, only: {some}")
+    return name

@@ -7,7 +7,7 @@ from octavo.serve.api.anthropic_messages import MessageWriter
 from octavo.serve.api.protocol import MessagesRequest
 from octavo.serve.api.request_fields import MESSAGES_TABLE
 from octavo.serve.endpoints.completions import answer
-from octavo.serve.endpoints.translated import count_prompt, prepare, reply_parser
+from octavo.serve.endpoints.translated import count_prompt, prepare
 from octavo.serve.http.exchange import Exchange
 
 
@@ -17,7 +17,7 @@ async def messages(exchange: Exchange) -> None:
     translation = anthropic_messages.to_chat(body, front.config.limits)
     with translation.fields.errors():
         prepared, shape = await prepare(exchange, translation, unknown, MESSAGES_TABLE)
-        parser = reply_parser(front, prepared, shape)
+        parser = shape.parser()
         writer = MessageWriter(exchange.caller.id, front.config.name, parser, body)
         await answer(exchange, prepared, writer, shape.stream)
 

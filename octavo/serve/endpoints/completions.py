@@ -22,7 +22,8 @@ from octavo.serve.api.protocol import ChatRequest, CompletionRequest, OpenAI
 from octavo.serve.api.replies import ChunkWriter, Envelope, Shape
 from octavo.serve.api.reply_writer import ReplyWriter
 from octavo.serve.api.request_fields import FIELDS, Field
-from octavo.serve.api.request_tools import read_tools
+from octavo.serve.api.request_reasoning import reasoning_start, reasoning_style, show_tags
+from octavo.serve.api.request_tools import modernise, read_tools
 from octavo.serve.api.validate import Asked, Prepared
 from octavo.serve.front.client import Call
 from octavo.serve.front.front import Caller, Front
@@ -179,10 +180,15 @@ def read_chat(
     params = _prompt_logprobs(body, params, limits.top_logprobs)
     params = _logprobs(body, shape, params, top)
     _check_minimum(params, wanted)
+    shape.is_legacy = modernise(body)
     shape.tools = read_tools(front, body, params.structured_outputs)
     if shape.tools is not None:
         params = shape.tools.sampling(params)
         shape.tools.note(headers)
+    style = reasoning_style(front, body)
+    if style is not None:
+        params = show_tags(front.tokenizer, style, params)
+    shape.shows_reasoning = body.include_reasoning is not False
     return Asked(params, wanted, timeout, headers), shape
 
 
@@ -215,6 +221,8 @@ async def prepare_chat(
     asked, shape = read_chat(front, caller, body, unknown, table)
     context = prompt.longest(front, body.truncate_prompt_tokens)
     ids = await prompt.chat_ids(front, body, asked, shape.tools, context)
+    style = reasoning_style(front, body)
+    shape.reasoning = reasoning_start(front.tokenizer, style, ids, asked.params)
     prepared = validate.build(front, caller, body, [(None, ids)], asked, param="messages")
     if shape.tools is not None and shape.tools.grammar is not None:
         prepared.structure = "tools"

@@ -14,12 +14,11 @@ from octavo.serve.api.protocol import (
 )
 from octavo.serve.api.reply_writer import ReplyParser
 from octavo.serve.api.request_fields import OLLAMA_TABLE
+from octavo.serve.api.request_reasoning import model_style
 from octavo.serve.endpoints.completions import answer, prepare_completion
 from octavo.serve.endpoints.translated import (
     finish_headers,
-    has_reasoning,
     prepare,
-    reply_parser,
 )
 from octavo.serve.http.exchange import Exchange
 
@@ -33,7 +32,7 @@ async def chat(exchange: Exchange) -> None:
     translation = ollama_api.chat_to_chat(body, config.names, config.limits)
     with translation.fields.errors():
         prepared, shape = await prepare(exchange, translation, unknown, OLLAMA_TABLE)
-        parser = reply_parser(front, prepared, shape)
+        parser = shape.parser()
         writer = LineWriter(config.name, parser, shape, front.tokenizer, is_chat=True)
         await answer(exchange, prepared, writer, shape.stream)
 
@@ -49,7 +48,7 @@ async def generate(exchange: Exchange) -> None:
     translation = ollama_api.generate_to_chat(body, config.names)
     with translation.fields.errors():
         prepared, shape = await prepare(exchange, translation, unknown, OLLAMA_TABLE)
-        parser = reply_parser(front, prepared, shape)
+        parser = shape.parser()
         writer = LineWriter(config.name, parser, shape, front.tokenizer, is_chat=False)
         await answer(exchange, prepared, writer, shape.stream)
 
@@ -94,7 +93,7 @@ async def show(exchange: Exchange) -> None:
     capabilities = ["completion"]
     if template is not None:
         capabilities.append("tools")
-    if has_reasoning(front.tokenizer):
+    if model_style(front.tokenizer) is not None:
         capabilities.append("thinking")
     loaded = front.client.model
     found = ollama_api.model_description(loaded, front.created, template, capabilities)

@@ -10,7 +10,7 @@ from octavo.serve.api.openai_responses import ResponseWriter, new_response, resp
 from octavo.serve.api.protocol import ResponsesRequest
 from octavo.serve.api.request_fields import RESPONSES_TABLE
 from octavo.serve.endpoints.completions import answer
-from octavo.serve.endpoints.translated import prepare, reply_parser
+from octavo.serve.endpoints.translated import prepare
 from octavo.serve.http.exchange import Exchange
 
 
@@ -32,7 +32,7 @@ async def create(exchange: Exchange) -> None:
     with translation.fields.errors():
         prepared, shape = await prepare(exchange, translation, unknown, RESPONSES_TABLE)
         response = new_response(body, response_id(caller.id), front.config.name)
-        parser = reply_parser(front, prepared, shape)
+        parser = shape.parser()
         writer = ResponseWriter(response, parser, shape, front.tokenizer, completed)
         store.begin(response["id"], caller.owner, response)
         try:

@@ -8,17 +8,11 @@ from typing import Any
 
 from octavo.serve.api import prompt, validate
 from octavo.serve.api.replies import Shape
-from octavo.serve.api.reply_writer import ReplyParser
 from octavo.serve.api.request_fields import Field
 from octavo.serve.api.translation import FieldNames, Translation
 from octavo.serve.api.validate import Prepared
 from octavo.serve.endpoints.completions import prepare_chat, read_chat
-from octavo.serve.front.front import Front
 from octavo.serve.http.exchange import Exchange
-from octavo.text.reasoning import CLOSE_TAG, OPEN_TAG, ReasoningFilter
-from octavo.text.tokenizer import Tokenizer
-
-PROMPT_END = 16  # An opening tag and white space have at most this many tokens.
 
 
 async def prepare(
@@ -55,26 +49,3 @@ def finish_headers(fields: FieldNames, headers: dict[str, str]) -> None:
     validate.ignore(headers, *dict.fromkeys(fields.ignored[:20]))
     if "x-ignored-params" in headers:
         headers["x-ignored-params"] = fields.rename(headers["x-ignored-params"])
-
-
-def reply_parser(front: Front, prepared: Prepared, shape: Shape) -> ReplyParser:
-    return ReplyParser(shape.tools, reasoning_filter(front, prepared))
-
-
-def reasoning_filter(front: Front, prepared: Prepared) -> ReasoningFilter | None:
-    """Return a filter if the chat template of the model has reasoning, and otherwise None.
-
-    A reply that must match a grammar has no reasoning.
-    """
-    (request,) = prepared.requests
-    if request.params.structured_outputs is not None:
-        return None
-    if not has_reasoning(front.tokenizer):
-        return None
-    end = front.tokenizer.decode(request.prompt[-PROMPT_END:], skip_special_tokens=False)
-    return ReasoningFilter(end.rstrip().endswith(OPEN_TAG))
-
-
-def has_reasoning(tokenizer: Tokenizer) -> bool:
-    """Return whether a chat template of the model separates reasoning from the answer."""
-    return any(CLOSE_TAG in template for template in tokenizer.chat_templates.values())

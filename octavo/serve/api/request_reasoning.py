@@ -1,0 +1,55 @@
+"""Decides whether the reply of a chat has reasoning that is sent separately from the answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from octavo.params import SamplingParams
+from octavo.serve.api.protocol import ChatRequest
+from octavo.serve.api.reply_writer import ReasoningStart
+from octavo.text.reasoning import STYLES, ReasoningStyle, detect_style
+from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.serve.front.front import Front
+
+PROMPT_END = 64  # An opening tag and white space have at most this many tokens.
+
+
+def reasoning_style(front: Front, body: ChatRequest) -> ReasoningStyle | None:
+    """Return how the model marks reasoning, or None if it is not separated."""
+    setting = front.config.reasoning_parser
+    if setting == "none" or body.separate_reasoning is False:
+        return None
+    if setting != "auto":
+        return STYLES[setting]
+    if body.chat_template is not None:
+        return detect_style([body.chat_template])
+    return model_style(front.tokenizer)
+
+
+@lru_cache(maxsize=4)
+def model_style(tokenizer: Tokenizer) -> ReasoningStyle | None:
+    return detect_style(tokenizer.chat_templates.values())
+
+
+def show_tags(
+    tokenizer: Tokenizer, style: ReasoningStyle, params: SamplingParams
+) -> SamplingParams:
+    """Return parameters with which the text contains the tags of a style."""
+    specials = {tokenizer.token_str(id) for id in tokenizer.special_ids}
+    if any(token in text for text in style.texts for token in specials):
+        return replace(params, skip_special_tokens=False)
+    return params
+
+
+def reasoning_start(
+    tokenizer: Tokenizer, style: ReasoningStyle | None, prompt: list[int], params: SamplingParams
+) -> ReasoningStart | None:
+    """Return how a reply begins. A reply that must match a grammar has no reasoning."""
+    if style is None or params.structured_outputs is not None:
+        return None
+    end = tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+    return ReasoningStart(style, end.rstrip().endswith(style.opening.rstrip()))

@@ -1,0 +1,96 @@
+"""Runs vLLM's server tests: python -m tests.vllm_suite --source CLONE [FILE ...].
+
+Each file runs in a process of its own, with servers of its own. The report is a line for each file
+and each test that did not pass; --json writes all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from tests.vllm_suite.chosen import SERVER_TESTS
+
+SHIMS = Path(__file__).parent / "shims"
+ROOT = Path(__file__).parents[2]
+SECONDS = 120  # for one test
+Outcome = tuple[str, str]  # "passed", "failed", "error" or "skipped", and why
+
+
+def lay_out(source: Path, folder: Path) -> None:
+    """Copy vLLM's tests of entry points, and put the shims beside them."""
+    shutil.copytree(source / "tests" / "entrypoints", folder / "tests" / "entrypoints")
+    (folder / "tests" / "__init__.py").touch()
+    shutil.copy(SHIMS / "tests_utils.py", folder / "tests" / "utils.py")
+    shutil.copy(SHIMS / "tests_conftest.py", folder / "tests" / "conftest.py")
+    shutil.copy(SHIMS / "vllm_import.py", folder / "vllm_import.py")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = module\n"
+        "asyncio_default_test_loop_scope = module\n"
+    )
+
+
+def run_file(folder: Path, file: str, options: list[str]) -> dict[str, Outcome]:
+    """Return the outcome of each test of a file that applies."""
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-p", "vllm_import", "-p", "no:cacheprovider"]
+    quiet = ["-q", "--tb=line", f"--timeout={SECONDS}", f"--junitxml={report}"]
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [*command, *quiet, *options, file],
+        cwd=folder,
+        env=environment,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if not report.exists():
+        return {"(the whole file)": ("error", run.stdout[-300:])}
+    return {case.get("name") or "?": outcome(case) for case in ET.parse(report).iter("testcase")}
+
+
+def outcome(case: ET.Element) -> Outcome:
+    for kind in ("failure", "error", "skipped"):
+        found = case.find(kind)
+        if found is not None:
+            word = "failed" if kind == "failure" else kind
+            return word, " ".join((found.get("message") or "").split())[:300]
+    return "passed", ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--source", type=Path, required=True, help="a clone of vLLM")
+    parser.add_argument("--json", type=Path, help="a file for the outcome of every test")
+    parser.add_argument("files", nargs="*", help="files below tests/entrypoints; default: chosen")
+    known, options = parser.parse_known_args()
+    results: dict[str, dict[str, Outcome]] = {}
+    with tempfile.TemporaryDirectory(prefix="octavo-vllm-suite-") as name:
+        lay_out(known.source, Path(name))
+        for file in known.files or SERVER_TESTS:
+            found = run_file(Path(name), f"tests/entrypoints/{file}", options)
+            results[file] = found
+            words = [word for word, _ in found.values()]
+            print(f"{file}: {words.count('passed')} of {len(words)} passed", flush=True)
+            for test, (word, why) in found.items():
+                if word != "passed":
+                    print(f"    {word} {test}: {why}", flush=True)
+            if known.json is not None:
+                known.json.write_text(json.dumps(results, indent=1))
+    words = [word for found in results.values() for word, _ in found.values()]
+    print(f"{words.count('passed')} of {len(words)} tests passed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

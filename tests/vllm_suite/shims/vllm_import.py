@@ -1,0 +1,136 @@
+"""Lets vLLM's tests and examples import `vllm`: its modules are Octavo's of the same name.
+
+A module that Octavo does not have is made up: each of its names is a mock. Tests of vLLM's own
+classes then fail, and those of the server run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+import types
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+from unittest.mock import MagicMock
+
+import octavo
+from octavo.text.tokenizer import Tokenizer
+
+
+class Record(dict):
+    """A reply whose fields are attributes. It accepts every reply."""
+
+    @classmethod
+    def model_validate(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return cls({name: cls.model_validate(field) for name, field in value.items()})
+        return [cls.model_validate(entry) for entry in value] if isinstance(value, list) else value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def get_tokenizer(*_: Any, **__: Any) -> Tokenizer:
+    from octavo.model.embedded import embedded_path
+    from octavo.model.gguf import open_gguf
+
+    return Tokenizer.from_gguf(open_gguf(embedded_path()).gguf_metadata)
+
+
+class Environment(types.ModuleType):
+    """vLLM's module of environment variables."""
+
+    VLLM_SERVER_DEV_MODE = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
+    "vllm.transformers_utils.tokenizer": {"get_tokenizer": get_tokenizer},
+    "vllm.version": {"__version__": octavo.__version__},
+    "vllm.exceptions": {"VLLMValidationError": ValueError},
+}
+MADE_UP = ("tests.models", "PIL", "soundfile")  # helpers of tests that need vLLM or images
+RECORDS = (
+    "EmbeddingResponse",
+    "PoolingResponse",
+    "RerankResponse",
+    "ScoreResponse",
+    "BatchRequestOutput",
+    "TokenizeResponse",
+)
+
+
+class MadeUp(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in RECORDS:
+            return Record
+        return type(name, (Exception,), {}) if name.endswith("Error") else MagicMock(name=name)
+
+
+class VllmFinder:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> ModuleSpec | None:
+        if name != "vllm" and not name.startswith(("vllm.", *MADE_UP)):
+            return None
+        loader: Any = self
+        return ModuleSpec(name, loader, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        if spec.name.startswith(MADE_UP):
+            return MadeUp(spec.name)
+        if spec.name == "vllm.envs":
+            return Environment(spec.name)
+        if spec.name in OWN:
+            made = MadeUp(spec.name)
+            vars(made).update(OWN[spec.name])
+            return made
+        try:
+            twin = importlib.import_module("octavo" + spec.name.removeprefix("vllm"))
+        except ImportError:
+            return MadeUp(spec.name)
+        made = MadeUp(spec.name)
+        names = [name for name in dir(twin) if not name.startswith("__")]
+        vars(made).update({name: getattr(twin, name) for name in names})
+        return made
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+sys.meta_path.insert(0, VllmFinder())
+json.JSONEncoder.default = lambda self, value: str(value)  # type: ignore[method-assign]
+
+# ---- which tests apply -------------------------------------------------------------------------
+
+SERVER_NAMES = ("RemoteOpenAIServer", "run_batch", "run-batch")
+
+
+def applies(item: Any) -> bool:
+    """Whether a test asks a server, and not one of vLLM's classes, and needs no adapter."""
+    if "lora" in item.name.lower():
+        return False
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if any(name.endswith(("server", "client")) or name.startswith("server") for name in fixtures):
+        return True
+    source = inspect.getsource(item.function)
+    return any(name in source for name in SERVER_NAMES)
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    left_out = [item for item in items if not applies(item)]
+    items[:] = [item for item in items if applies(item)]
+    config.hook.pytest_deselected(items=left_out)
