@@ -82,18 +82,16 @@ def check_logit_bias(given: Any) -> dict[int, float]:
             f"logit_bias must map token ids to numbers, got {given!r:.100}", "logit_bias"
         )
     found: dict[int, float] = {}
+    wrong = [key for key in given if _bias_token(key) < 0]
+    if wrong:
+        shown = ", ".join(f"{key!r:.100}" for key in wrong[:8]) + (", ..." if wrong[8:] else "")
+        raise InvalidRequest(
+            f"logit_bias has keys that are not token ids: {shown}. Keys must be integers of at "
+            "least 0 in decimal digits",
+            "logit_bias",
+        )
     for key, value in given.items():
-        if isinstance(key, str):
-            token = int(key) if DIGITS.fullmatch(key) else -1
-        else:
-            number = _python_number(key)
-            token = number if isinstance(number, int) else -1
-        if token < 0:
-            raise InvalidRequest(
-                f"logit_bias has the key {key!r:.100}, which is not a token id: keys must be "
-                "integers of at least 0 in decimal digits",
-                "logit_bias",
-            )
+        token = _bias_token(key)
         if token in found:
             raise InvalidRequest(
                 f"logit_bias has two keys for token {token}, one of them {key!r:.100}: give one",
@@ -101,6 +99,14 @@ def check_logit_bias(given: Any) -> dict[int, float]:
             )
         found[token] = check_real("logit_bias", value, -MAX_BIAS, MAX_BIAS)
     return found
+
+
+def _bias_token(key: Any) -> int:
+    """Return the token id of a key of logit_bias, or -1 if it is none."""
+    if isinstance(key, str):
+        return int(key) if DIGITS.fullmatch(key) else -1
+    number = _python_number(key)
+    return number if isinstance(number, int) else -1
 
 
 Params = TypeVar("Params")

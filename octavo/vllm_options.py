@@ -91,6 +91,7 @@ NO_EFFECT: dict[str, Any] = {
     "use_v2_block_manager": True,
     "disable_async_output_proc": False,
     "num_lookahead_slots": 0,
+    "enable_sleep_mode": False,  # A server can always sleep, and LLM has no sleep().
     "enable_trace_replay": False,  # Octavo replays tokens without it.
     "additional_config": {},
 }
@@ -238,7 +239,6 @@ REFUSED = (
             "offload_num_in_group": 1,
             "offload_prefetch_step": 1,
             "offload_params": set(),
-            "enable_sleep_mode": False,
             "weight_transfer_config": None,
         },
     ),

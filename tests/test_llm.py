@@ -507,7 +507,7 @@ def test_logprobs_of_the_tokens_that_a_request_names(llm: LLM) -> None:
 
 
 def test_the_error_of_a_logit_bias_names_the_key() -> None:
-    with pytest.raises(InvalidRequest, match="the key 'hello', which is not a token id"):
+    with pytest.raises(InvalidRequest, match="keys that are not token ids: 'hello'"):
         SamplingParams(logit_bias={"1": 1, "hello": 2})
     with pytest.raises(InvalidRequest, match="two keys for token 5, one of them '05'"):
         SamplingParams(logit_bias={"5": 1, "05": 2})

@@ -30,6 +30,7 @@ from octavo.cli import (
     plan,
     quantize,
     route_command,
+    run_batch_command,
     serve_command,
     simulate_cluster,
     simulate_command,
@@ -63,6 +64,7 @@ app = typer.Typer(
 app.command(rich_help_panel="Generate")(chat_command.chat)
 app.command(rich_help_panel="Generate")(complete.complete)
 app.command(rich_help_panel="Generate", cls=VllmCommand)(serve_command.serve)
+app.command(rich_help_panel="Generate", cls=VllmCommand)(run_batch_command.run_batch)
 app.command(rich_help_panel="Generate")(route_command.route)
 app.command(rich_help_panel="Look")(plan.plan)
 app.command(rich_help_panel="Look")(doctor.doctor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +36,9 @@ def serve(
     """Serve a model over HTTP: [bold]octavo serve[/bold], then POST to /v1/chat/completions"""
     seeded = replace(engine, seed=seed)
     config = replace(server, model=model, engine=seeded, limits=limits)
+    key = os.environ.get("VLLM_API_KEY")
+    if key and not config.needs_key:
+        config = replace(config, api_keys=(key,))
     if ray_options.ray:
         return serve_on_ray(config, ray_options)
     try:

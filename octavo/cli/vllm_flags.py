@@ -6,6 +6,7 @@ handles the rest before the flags are parsed:
     --model NAME              becomes the argument MODEL
     --max_model_len           becomes --max-model-len
     --served-model-name a b   becomes --served-model-name a --served-model-name b
+    --speculative-config.k 4  becomes --speculative-config '{"k": 4}'
     --enable-chunked-prefill  is dropped, like every flag of octavo/vllm_options.py that has no
                               effect; a flag that would have one is refused with the alternative
 """
@@ -43,7 +44,7 @@ class VllmCommand(TyperCommand):
 
 def translate(args: list[str], takes_value: dict[str, bool]) -> list[str]:
     """Return the arguments without those that only vLLM has. `takes_value` has Octavo's flags."""
-    waiting = list(args)
+    waiting = join_members(args)
     kept: list[str] = []
     model_given = False
     while waiting:
@@ -70,6 +71,25 @@ def translate(args: list[str], takes_value: dict[str, bool]) -> list[str]:
         else:
             kept.append(word)
     return kept
+
+
+def join_members(args: list[str]) -> list[str]:
+    """Return the arguments with --NAME.MEMBER VALUE joined to one --NAME with a JSON object."""
+    joined: list[str] = []
+    members: dict[str, dict[str, Any]] = {}
+    waiting = list(args)
+    while waiting:
+        word = waiting.pop(0)
+        flag, equals, text = word.partition("=")
+        name, dot, member = flag.partition(".")
+        if not (dot and name.startswith("--") and member.isidentifier()):
+            joined.append(word)
+            continue
+        value = text if equals else take_value(flag, waiting)
+        members.setdefault(name, {})[member] = read_like(None, value)
+    for name, found in members.items():
+        joined += [name, json.dumps(found)]
+    return joined
 
 
 def option_name(flag: str) -> str:

@@ -96,6 +96,12 @@ class Limits:
     # Stored responses of the Responses API. The oldest are dropped first.
     response_bytes: int = 64 * 2**20
     response_seconds: float = 3600.0
+    # Uploaded files, and the output of batches.
+    file_bytes: int = 2**30
+    upload_bytes: int = 200 * 2**20  # One file.
+    batch_lines: int = 50_000  # The requests of one batch.
+    batches: int = 256  # The batches that have not ended.
+    batches_kept: int = 4096  # All batches. The oldest that have ended are dropped first.
     failed_logins: int = 20  # Wrong keys per minute and address.
 
     def __post_init__(self) -> None:

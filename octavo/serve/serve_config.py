@@ -159,6 +159,25 @@ class ServeConfig:
             check=known_reasoning,
         ),
     ] = "auto"
+    files_dir: Annotated[
+        str | None,
+        Option(
+            "Directory for uploaded files and batches, which a restarted server continues. "
+            "Default: a temporary directory.",
+            metavar="DIRECTORY",
+            check=path,
+        ),
+    ] = None
+    batch_concurrency: Annotated[
+        int,
+        Option(
+            "Requests of batches (/v1/batches) that run at the same time.",
+            "Load",
+            metavar="N",
+            show_default=True,
+            check=whole(1, 4096),
+        ),
+    ] = 32
     log_level: Annotated[
         str,
         Option(

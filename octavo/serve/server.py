@@ -26,7 +26,8 @@ from starlette.types import ASGIApp
 
 from octavo.errors import OctavoError
 from octavo.serve.api import api_errors
-from octavo.serve.endpoints.application import application
+from octavo.serve.endpoints.application import Table, application
+from octavo.serve.endpoints.batch_runner import BatchRunner
 from octavo.serve.endpoints.guard import is_loopback
 from octavo.serve.front.body_memory import BodyMemory
 from octavo.serve.front.front import Front
@@ -291,7 +292,10 @@ class Server:
         serving = asyncio.create_task(http.serve())
         engine = asyncio.create_task(client.supervisor.run())
         stop = asyncio.create_task(self._stop.wait())
+        batch_runner = BatchRunner(self.front, Table(self.front))
+        self.front.batch_runner = batch_runner
         helpers = [
+            asyncio.create_task(batch_runner.run()),
             asyncio.create_task(self.watchdog.run(self.front.metrics)),
             asyncio.create_task(self.table.sweep_forever()),
             asyncio.create_task(self._report_ready()),
@@ -310,6 +314,8 @@ class Server:
                 await self.rpc.stop(CLOSE_SECONDS)
             await client.supervisor.stop()
             await asyncio.gather(serving, engine, return_exceptions=True)
+            await asyncio.gather(*helpers, return_exceptions=True)
+            self.front.files.close()
             await self.front.pool.close()
             if self.front.tracing is not None:
                 await asyncio.to_thread(self.front.tracing.close)

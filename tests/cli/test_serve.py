@@ -43,6 +43,8 @@ OTHER_VALUES: dict[type, dict[str, tuple[str | None, object]]] = {
         "tool_parser": ("hermes", "hermes"),
         "reasoning_parser": ("think", "think"),
         "log_level": ("DEBUG", "debug"),
+        "files_dir": ("/tmp", "/tmp"),
+        "batch_concurrency": ("3", 3),
         "keys_file": ("keys.toml", "keys.toml"),
         "api_keys": ("a-key", ("a-key",)),
         "allow_unauthenticated": (None, True),

@@ -112,6 +112,11 @@ def test_scores(running: Running, want: dict[str, list[float]]) -> None:
     assert [entry["score"] for entry in pairs] == pytest.approx([1, 1, 1])
 
 
+def test_a_truncated_text_fills_the_context(running: Running) -> None:
+    body = {"input": "word " * 2000, "truncate_prompt_tokens": -1}
+    assert running.post(EMBED, body).json()["usage"]["prompt_tokens"] == 1024
+
+
 def test_ollama(running: Running, want: dict[str, list[float]]) -> None:
     reply = running.post("/api/embed", {"model": f"{NAME}:latest", "input": TEXTS}).json()
     assert reply["embeddings"][1] == pytest.approx(want[TEXTS[1]], abs=1e-5)

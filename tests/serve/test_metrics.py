@@ -38,7 +38,9 @@ def test_metrics_that_vllm_has_renamed_have_both_names_under_its_prefix(prefix: 
     metrics = Metrics(prefix, "m")
     metrics.itl.observe(0.5)
     metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
-        supervisor=SimpleNamespace(heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None),
+        supervisor=SimpleNamespace(
+            heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None, sleep_level=0
+        ),
         queue_bound=SimpleNamespace(waiting=[], tokens=0),
         open_requests={},
         ready=True,

@@ -197,6 +197,7 @@ def test_a_template_without_reasoning_has_no_style() -> None:
     assert detect_style(["{{ messages }}"]) is None
 
 
+@pytest.mark.slow
 def test_a_server_without_a_parser_leaves_reasoning_in_the_reply(tmp_path: Path) -> None:
     options = {"program": "tests.serve.parrot_engine", "chat_template": REASONING_TEMPLATE}
     with server(tmp_path, reasoning_parser="none", **options) as plain:

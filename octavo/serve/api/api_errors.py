@@ -140,6 +140,8 @@ def unsupported(param: str, why: str) -> ApiError:
 
 
 def not_ready(phase: str, restarting: bool) -> ApiError:
+    if phase == "sleeping":
+        return ApiError(503, "the engine is asleep: wake it with POST /wake_up", "engine_sleeping")
     code, what = (
         ("engine_restarting", "restarting")
         if restarting

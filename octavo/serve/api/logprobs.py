@@ -42,7 +42,9 @@ class Layout:
     def _shown(self, position: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
         """Return the tokens to report at a position, which may include the chosen token."""
         if self.named is not None:
-            return [(token_id, position[token_id]) for token_id in self.named]
+            chosen = next(iter(position))
+            listed = dict.fromkeys((chosen, *self.named))
+            return [(token_id, position[token_id]) for token_id in listed]
         return sorted(position.items(), key=lambda item: item[1].rank or 0)[: self.top]
 
     def chat(self, tokenizer: Tokenizer, positions: list[dict[int, Logprob]]) -> dict[str, Any]:

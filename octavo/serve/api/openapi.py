@@ -16,7 +16,9 @@ from octavo.serve.api.other_api_schemas import (
     other_api_bounds,
 )
 from octavo.serve.api.protocol import (
+    BatchChatRequest,
     BatchGenerateRequest,
+    BatchRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -42,6 +44,12 @@ POSTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
         "Render the prompt of a conversation.",
         ("messages",),
     ),
+    "/v1/chat/completions/batch": (
+        BatchChatRequest,
+        "Answer several conversations.",
+        ("messages",),
+    ),
+    "/v1/batches": (BatchRequest, "Create a batch.", ("input_file_id", "endpoint")),
     "/v1/completions": (CompletionRequest, "Continue a text.", ("prompt",)),
     "/v1/messages": (MessagesRequest, "Answer a conversation (Anthropic).", ("messages",)),
     "/v1/messages/count_tokens": (
@@ -95,11 +103,20 @@ GETS = {
     "/model_info": "Describe the model.",
     "/get_model_info": "Return the same as /model_info.",
     "/get_load": "Return the number of requests and tokens in the engine.",
+    "/v1/files": "List the files.",
+    "/v1/batches": "List the batches.",
+    "/load": "Return the number of open requests.",
+    "/ping": "Return the same as /readyz.",
+    "/is_sleeping": "Return whether the engine sleeps.",
     "/health_generate": "Return status 200 after the engine has generated one token.",
 }
 POSTS_WITHOUT_BODY = {
     "/flush_cache": "Empty the prefix cache, for administrators only if there are API keys.",
     "/reset_prefix_cache": "Do the same as /flush_cache.",
+    "/ping": "Return the same as /readyz.",
+    "/sleep": "End the engine process until /wake_up, for administrators only if there are keys.",
+    "/wake_up": "Start the engine process again.",
+    "/invocations": "Pass the request on to the route that its fields belong to (SageMaker).",
 }
 ERROR = {
     "type": "object",
@@ -400,6 +417,19 @@ def post_operation(
     return {"summary": summary, "requestBody": body, "responses": responses}
 
 
+def upload_operation(responses: dict[str, Any]) -> dict[str, Any]:
+    form = {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": {
+            "file": {"type": "string", "format": "binary"},
+            "purpose": {"enum": ["batch", "user_data"]},
+        },
+    }
+    body = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    return {"summary": "Upload a file.", "requestBody": body, "responses": responses}
+
+
 def id_paths(limits: Limits, responses: dict[str, Any]) -> dict[str, Any]:
     """Return the operations of the paths that contain an id."""
     id = {
@@ -424,6 +454,13 @@ def id_paths(limits: Limits, responses: dict[str, Any]) -> dict[str, Any]:
             "delete": operation("Delete a stored response.", label),
         },
         "/v1/responses/{id}/cancel": {"post": operation("Cancel a response.", label)},
+        "/v1/files/{id}": {
+            "get": operation("Describe a file.", label),
+            "delete": operation("Delete a file.", label),
+        },
+        "/v1/files/{id}/content": {"get": operation("Return the content of a file.", label)},
+        "/v1/batches/{id}": {"get": operation("Describe a batch.", label)},
+        "/v1/batches/{id}/cancel": {"post": operation("Cancel a batch.", label)},
     }
 
 
@@ -469,18 +506,16 @@ def description(
         path: {"post": post_operation(text, schemas[kind], responses)}
         for path, (kind, text, _) in POSTS.items()
     }
-    paths |= {
-        path: {"get": {"summary": text, "responses": responses}} for path, text in GETS.items()
-    }
-    paths |= {
-        path: {"post": {"summary": text, "responses": responses}}
-        for path, text in POSTS_WITHOUT_BODY.items()
-    }
+    for path, text in GETS.items():
+        paths.setdefault(path, {})["get"] = {"summary": text, "responses": responses}
+    for path, text in POSTS_WITHOUT_BODY.items():
+        paths.setdefault(path, {})["post"] = {"summary": text, "responses": responses}
+    paths["/v1/files"]["post"] = upload_operation(responses)
     for path, content in STREAMED.items():
         streamed = {**good, "content": {"application/json": {}, content: {}}}
         paths[path]["post"]["responses"] = {**responses, "200": streamed}
-    text = {"description": "The request succeeded.", "content": {"text/plain": {}}}
-    paths["/metrics"]["get"]["responses"] = {**responses, "200": text}
+    plain = {"description": "The request succeeded.", "content": {"text/plain": {}}}
+    paths["/metrics"]["get"]["responses"] = {**responses, "200": plain}
     paths |= id_paths(limits, responses)
     for path, operations in paths.items():
         for operation in operations.values():

@@ -7,8 +7,11 @@ from typing import Any
 import msgspec
 
 from octavo.serve.api.anthropic_messages import THINKING
+from octavo.serve.api.batch_lines import BATCH_URLS
 from octavo.serve.api.openai_responses import METADATA_NAME, METADATA_PAIRS, METADATA_VALUE
 from octavo.serve.api.protocol import (
+    BatchChatRequest,
+    BatchRequest,
     MessagesRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -55,6 +58,16 @@ def other_api_bounds(limits: Limits) -> dict[type[msgspec.Struct], dict[str, Sch
         "options": one_of_options(),
     }
     return {
+        BatchChatRequest: {
+            "messages": {
+                "minItems": 1,
+                "items": {"type": "array", "minItems": 1, "items": message("user", "assistant")},
+            },
+        },
+        BatchRequest: {
+            "endpoint": {"enum": list(BATCH_URLS)},
+            "completion_window": {"enum": ["24h", None]},
+        },
         MessagesRequest: {
             "messages": {**messages, "items": message("user", "assistant")},
             "system": {"anyOf": [TEXT, {"type": "null"}]},

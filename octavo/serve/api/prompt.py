@@ -242,7 +242,9 @@ def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
         raise invalid_field(param, "token ids must be integers")
     if min(ids) < 0 or max(ids) >= vocab_size:
         wrong = next(t for t in ids if not 0 <= t < vocab_size)
-        raise invalid_field(param, f"token ids must be in [0, {vocab_size - 1}], got {wrong}")
+        raise invalid_field(
+            param, f"token id {wrong} is out of vocabulary: ids are in [0, {vocab_size - 1}]"
+        )
     return ids
 
 
@@ -255,7 +257,7 @@ def tokens_kept(front: Front, body: OpenAI, wanted: int | None) -> int | None:
     if most is None:
         return None
     if most == -1:
-        reply = 1 if wanted is None or wanted == UNBOUNDED else max(wanted, 1)
+        reply = 1 if wanted is None or wanted == UNBOUNDED else wanted
         return max(front.client.model.longest - reply, 1)
     return check_count("truncate_prompt_tokens", most, 1)
 

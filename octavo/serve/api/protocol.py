@@ -101,6 +101,12 @@ class ChatRequest(OpenAI, kw_only=True):
     return_prompt_text: bool | None = None
 
 
+class BatchChatRequest(ChatRequest, kw_only=True):
+    """A request of vLLM's /v1/chat/completions/batch, which has several conversations."""
+
+    messages: list[list[dict[str, Any]]] | None = None  # type: ignore[assignment]
+
+
 class MessagesRequest(Common, kw_only=True):
     """A request of Anthropic's Messages API."""
 
@@ -229,6 +235,15 @@ class ScoreRequest(PoolingFields, kw_only=True):
     text_2: str | list[str] | None = None
     data_1: str | list[str] | None = None
     data_2: str | list[str] | None = None
+
+
+class BatchRequest(msgspec.Struct, kw_only=True):
+    """A request of /v1/batches."""
+
+    input_file_id: str | None = None
+    endpoint: str | None = None
+    completion_window: str | None = None
+    metadata: dict[str, str] | None = None
 
 
 class OllamaShowRequest(msgspec.Struct, kw_only=True):

@@ -133,7 +133,7 @@ def whole(
         "kv_transfer_params": None,
     }
     if shape.chat:
-        (collector,) = collectors
+        collector = collectors[0]
         found["prompt_logprobs"] = prompt_logprobs_of(collector) if shape.prompt_logprobs else None
         found["prompt_token_ids"] = collector.request.prompt if shape.token_ids else None
         found["prompt_text"] = prompt_text(tokenizer, collector) if shape.prompt_text else None

@@ -328,12 +328,14 @@ def fit(
 ) -> int:
     """Return how many tokens may be generated.
 
-    This is the requested number, limited by the free space in the context and in the KV pool.
+    This is the requested number, limited by the free space in the context and in the KV pool. A
+    request for an embedding asks for 0, and its prompt may fill the context.
     """
     count = len(prompt)
-    if count >= model.max_model_len:
+    least = 0 if wanted == 0 else 1
+    if count + least > model.max_model_len:
         raise prompt_too_long(count, model.max_model_len, param)
-    if count >= model.longest:
+    if count + least > model.longest:
         pool = model.num_blocks * model.block_size
         message = f"the prompt has {count} tokens, but the KV pool holds {pool}: shorten it"
         raise invalid_field(param, str(KVCapacityExceeded(message)), "kv_capacity_exceeded")
@@ -389,10 +391,10 @@ def build(
                 "param_out_of_range",
             )
         if (
-            requests and room != params.max_tokens
+            requests and max(room, 1) != params.max_tokens
         ):  # Prompts of different lengths leave different room.
-            params = replace(params, max_tokens=room)
-        params.max_tokens = room
+            params = replace(params, max_tokens=max(room, 1))
+        params.max_tokens = max(room, 1)
         requests.append(
             Request(
                 id="",

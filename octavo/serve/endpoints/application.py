@@ -10,7 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from octavo.serve.endpoints import (
     anthropic_routes,
     completions,
+    file_routes,
     ollama_routes,
+    operator_routes,
     pooling_routes,
     responses_routes,
     router_routes,
@@ -46,6 +48,14 @@ GET: dict[str, Handler] = {
     "/api/tags": ollama_routes.tags,
     "/api/ps": ollama_routes.running_models,
     "/api/version": ollama_routes.version,
+    "/v1/files": file_routes.list_files,
+    "/v1/files/{id}": file_routes.retrieve_file,
+    "/v1/files/{id}/content": file_routes.file_content,
+    "/v1/batches": file_routes.list_batches,
+    "/v1/batches/{id}": file_routes.retrieve_batch,
+    "/ping": operator_routes.ping,
+    "/load": operator_routes.load,
+    "/is_sleeping": operator_routes.is_sleeping,
 }
 POST: dict[str, Handler] = {
     "/v1/chat/completions": completions.chat_completions,
@@ -72,10 +82,21 @@ POST: dict[str, Handler] = {
     "/tokenize": routes.tokenize,
     "/detokenize": routes.detokenize,
     "/v1/requests/{id}/cancel": routes.cancel,
+    "/v1/files": file_routes.upload,
+    "/v1/batches": file_routes.create_batch,
+    "/v1/batches/{id}/cancel": file_routes.cancel_batch,
+    "/v1/chat/completions/batch": completions.chat_batch,
+    "/ping": operator_routes.ping,
+    "/invocations": operator_routes.invocations,
+    "/sleep": operator_routes.sleep,
+    "/wake_up": operator_routes.wake_up,
     "/flush_cache": router_routes.flush_cache,
     "/reset_prefix_cache": router_routes.flush_cache,
 }
-DELETE: dict[str, Handler] = {"/v1/responses/{id}": responses_routes.delete}
+DELETE: dict[str, Handler] = {
+    "/v1/responses/{id}": responses_routes.delete,
+    "/v1/files/{id}": file_routes.delete_file,
+}
 METHODS = {"GET": GET, "POST": POST, "DELETE": DELETE}
 
 

@@ -16,14 +16,20 @@ from typing import Any
 
 from octavo.params import SamplingParams
 from octavo.serve.api import prompt, validate
-from octavo.serve.api.api_errors import ApiError, api_error, invalid_field
+from octavo.serve.api.api_errors import ApiError, api_error, invalid_field, unsupported
 from octavo.serve.api.logprobs import Layout
-from octavo.serve.api.protocol import ChatRequest, CompletionRequest, OpenAI
+from octavo.serve.api.protocol import (
+    BatchChatRequest,
+    ChatRequest,
+    CompletionRequest,
+    OpenAI,
+)
 from octavo.serve.api.replies import ChunkWriter, Envelope, Shape
 from octavo.serve.api.reply_writer import ReplyWriter
 from octavo.serve.api.request_fields import FIELDS, Field
 from octavo.serve.api.request_reasoning import reasoning_start, reasoning_style, show_tags
 from octavo.serve.api.request_tools import modernise, read_tools
+from octavo.serve.api.translation import FieldNames
 from octavo.serve.api.validate import Asked, Prepared
 from octavo.serve.front.client import Call
 from octavo.serve.front.front import Caller, Front
@@ -64,6 +70,32 @@ async def completions(exchange: Exchange) -> None:
     body, unknown = await exchange.body(CompletionRequest, generates=True)
     prepared, shape = await prepare_completion(exchange.front, exchange.caller, body, unknown)
     await answer(exchange, prepared, chunk_writer(exchange, shape), shape.stream)
+
+
+async def chat_batch(exchange: Exchange) -> None:
+    """Answer several conversations. The reply has a choice for each of them."""
+    front = exchange.front
+    caller = exchange.caller
+    body, unknown = await exchange.body(BatchChatRequest, generates=True)
+    conversations: list[Any] = list(body.messages or [])
+    if not 1 <= len(conversations) <= front.config.limits.prompts:
+        most = front.config.limits.prompts
+        raise invalid_field("messages", f"messages must have 1 to {most} conversations")
+    for name in ("stream", "tools", "functions"):
+        if getattr(body, name):
+            raise unsupported(name, "this route answers several conversations in text")
+    fields = {name: getattr(body, name) for name in ChatRequest.__struct_fields__}
+    chats = [ChatRequest(**{**fields, "messages": messages}) for messages in conversations]
+    asked, shape = read_chat(front, caller, chats[0], unknown)
+    context = prompt.longest(front, body.truncate_prompt_tokens)
+    prompts: list[tuple[str | None, list[int]]] = []
+    for index, chat in enumerate(chats):
+        with FieldNames({"messages": f"messages.{index}"}).errors():
+            prompts.append((None, await prompt.chat_ids(front, chat, asked, None, context)))
+    style = reasoning_style(front, chats[0])
+    shape.reasoning = reasoning_start(front.tokenizer, style, prompts[0][1], asked.params)
+    prepared = validate.build(front, caller, chats[0], prompts, asked, param="messages")
+    await answer(exchange, prepared, chunk_writer(exchange, shape), stream=False)
 
 
 async def render(exchange: Exchange) -> None:

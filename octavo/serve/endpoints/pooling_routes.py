@@ -173,7 +173,7 @@ async def prepare(
     front = exchange.front
     headers = validate.check_fields(front, unknown, chat=False, table=table)
     timeout = validate.check_common(front, exchange.caller, request)
-    asked = Asked(pooling_sampling(), 1, timeout, headers)
+    asked = Asked(pooling_sampling(), 0, timeout, headers)
     param = "prompt"
     if isinstance(request, ChatRequest):
         param = "messages"

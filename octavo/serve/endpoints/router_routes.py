@@ -7,12 +7,13 @@ the contracts.
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from octavo import __version__
-from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.protocol import GenerateRequest
 from octavo.serve.channel.messages import ClearCache
+from octavo.serve.endpoints.operator_routes import check_operator
 from octavo.serve.endpoints.routes import prepare_generate, texts
 from octavo.serve.http.exchange import Exchange
 
@@ -38,6 +39,19 @@ async def server_info(exchange: Exchange) -> None:
         "max_running_requests": loaded.max_num_seqs,
         "page_size": loaded.block_size,
         "enable_prefix_caching": loaded.prefix_caching,
+        # vLLM's clients find the whole configuration under this name.
+        "vllm_config": {
+            "model": config.name,
+            "dtype": loaded.dtype,
+            "max_model_len": loaded.max_model_len,
+            "max_num_seqs": loaded.max_num_seqs,
+            "max_num_batched_tokens": loaded.max_batched_tokens,
+            "block_size": loaded.block_size,
+            "num_gpu_blocks": loaded.num_blocks,
+            "tensor_parallel_size": config.engine.tensor_parallel_size,
+        },
+        "vllm_env": {},
+        "system_env": {"device": loaded.device, "python": platform.python_version()},
     }
     await exchange.reply(found)
 
@@ -83,15 +97,8 @@ async def health_generate(exchange: Exchange) -> None:
 
 async def flush_cache(exchange: Exchange) -> None:
     """Empty the prefix cache. If there are API keys, only administrators may do this."""
+    check_operator(exchange)
     front = exchange.front
-    key = exchange.caller.key
-    if key is not None and not key.admin:
-        raise ApiError(
-            403,
-            "only an administrator's key may empty the prefix cache: set admin = true for a key in "
-            "the file of --api-keys",
-            "admin_only",
-        )
     _ = front.client.model  # This raises an error while no engine is ready.
     front.client.supervisor.send(ClearCache())
-    await exchange.reply({"flushed": True})
+    await exchange.reply({"flushed": True, "success": True})

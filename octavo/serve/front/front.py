@@ -7,13 +7,16 @@ import json
 import secrets
 import time
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 from octavo import __version__
 from octavo.serve.api.api_errors import not_ready
 from octavo.serve.channel.jobs import Setup
 from octavo.serve.channel.messages import Loaded
+from octavo.serve.front.batch_store import Batch, BatchStore
 from octavo.serve.front.body_memory import BodyMemory
 from octavo.serve.front.client import EngineClient
+from octavo.serve.front.file_store import FileStore
 from octavo.serve.front.keys import Key, Keys
 from octavo.serve.front.metrics import Metrics
 from octavo.serve.front.response_store import ResponseStore
@@ -24,6 +27,14 @@ from octavo.serve.front.worker_pool import WorkerPool
 from octavo.serve.serve_config import ServeConfig
 from octavo.serve.workers.handlers import Context
 from octavo.text.tokenizer import Tokenizer
+
+
+class BatchStarter(Protocol):
+    """What runs batches, as the routes see it."""
+
+    def wake(self) -> None: ...
+
+    def cancel(self, batch: Batch) -> None: ...
 
 
 class Front:
@@ -44,6 +55,10 @@ class Front:
         self.text = Texts(self.pool, config.limits.template_seconds, lambda: self.idle)
         self.bodies = BodyMemory(config.limits)
         self.responses = ResponseStore(config.limits)
+        self.files = FileStore(config.files_dir, config.limits)
+        self.batches = BatchStore(self.files)
+        # What runs batches (endpoints/batch_runner.py). None means that batches are not run.
+        self.batch_runner: BatchStarter | None = None
         self.client.on_loaded = lambda loaded: self.pool.start(worker_setup(config, loaded))
         self.created = int(time.time())
         self._fingerprint: tuple[Loaded | None, str] = (None, "")

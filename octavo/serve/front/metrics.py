@@ -106,6 +106,9 @@ OLD_NAMES = {
     "time_per_output_token_seconds": "inter_token_latency_seconds",
 }
 
+# vLLM's names of the levels of sleep.
+SLEEP_STATES = {"awake": 0, "weights_offloaded": 1, "discard_all": 2}
+
 Values = dict[str, tuple[float, str]]  # name -> (value, help text)
 
 
@@ -200,6 +203,7 @@ class EngineSource(Source):
             "position",
             {str(place): count for place, count in enumerate(heartbeat.accepted_at)},
         )
+        yield self._sleep_state(self.client.supervisor.sleep_level)
         if heartbeat.tiers:
             yield self._labelled(
                 "kv_disk_misses",
@@ -214,6 +218,16 @@ class EngineSource(Source):
                 "tier",
                 hits,
             )
+
+    def _sleep_state(self, level: int) -> Metric:
+        gauge = GaugeMetricFamily(
+            f"{self.prefix}:engine_sleep_state",
+            "1 for the state that the engine is in (see /sleep), and 0 for the others.",
+            labels=["model_name", "sleep_state"],
+        )
+        for state, own_level in SLEEP_STATES.items():
+            gauge.add_metric([self.model, state], float(own_level == level))
+        return gauge
 
     def _gauges(self, client: EngineClient, heartbeat: Heartbeat) -> Values:
         loaded = client.supervisor.loaded

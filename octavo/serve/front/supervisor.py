@@ -46,6 +46,8 @@ STOP_SECONDS = 3.0  # The engine process has this time to end after a Shutdown m
 
 
 class Supervisor:
+    PARTS = ("weights", "kv_cache")  # What wake() wakes, under vLLM's names.
+
     def __init__(
         self,
         config: ServeConfig,
@@ -79,6 +81,10 @@ class Supervisor:
         self.process: asyncio.subprocess.Process | None = None
         self._link: FrontLink | None = None
         self._stopping = False
+        # 0 means that an engine process runs. The other levels are those of vLLM.
+        self.sleep_level = 0
+        self._asleep: set[str] = set()  # The parts that wake() has not woken.
+        self._awake = asyncio.Event()
 
     # ---- state and messages ----------------------------------------------------------------------
 
@@ -103,8 +109,8 @@ class Supervisor:
     def _state_name(self) -> str:
         if self.stalled:
             return "stalled"
-        if self.phase == "ready":
-            return "ready"
+        if self.phase in ("ready", "sleeping"):
+            return self.phase
         return "restarting" if self.restarting else "starting"
 
     def send(self, message: ToEngine, on_sent: Callable[[], None] | None = None) -> None:
@@ -144,6 +150,11 @@ class Supervisor:
                 code = -1
             if self._stopping:
                 return
+            if self.sleep_level:
+                self._lost_at = None
+                self._enter("sleeping")
+                await self._awake.wait()
+                continue
             failed_to_load = self.failure is not None or (self.loaded is None and code > 0)
             if self.starts == 1 and failed_to_load:
                 raise ModelError(
@@ -290,9 +301,34 @@ class Supervisor:
     def _kill(self) -> None:
         self._signal(signal.SIGKILL)
 
+    async def sleep(self, level: int) -> None:
+        """End the engine process, and start no other until wake() is called."""
+        self.sleep_level = level
+        self._asleep = set(self.PARTS)
+        self._awake.clear()
+        process = self.process
+        assert process is not None
+        self.send(Shutdown())
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), STOP_SECONDS)
+        self._kill()
+        while self.phase != "sleeping":
+            await asyncio.sleep(0.01)
+
+    async def wake(self, parts: Sequence[str]) -> None:
+        """Wake parts of the engine. With the last one the process starts, and becomes ready."""
+        self._asleep -= set(parts)
+        if self._asleep or not self.sleep_level:
+            return
+        self.sleep_level = 0
+        self._awake.set()
+        while not self.ready and not self._stopping:
+            await asyncio.sleep(0.05)
+
     async def stop(self) -> None:
         """Stop the engine process without starting another one."""
         self._stopping = True
+        self._awake.set()
         process = self.process
         if process is None or process.returncode is not None:
             return

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,6 +38,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._request: HttpRequest = scope["octavo.request"]
+        self._kept_body: bytes | None = None  # A body that was read, and is read again.
 
     async def body(self, kind: type[T], generates: bool = False) -> tuple[T, dict[str, Any]]:
         """Return the body of the request as a `kind`, and its unknown fields.
@@ -65,13 +66,38 @@ class Exchange:
 
     async def read(self, held: Held) -> Bytes:
         """Return the bytes of the body."""
+        there = self._request.whole_body() if self._kept_body is None else self._kept_body
         return await body.read(
             self.scope["octavo.headers"],
             self._receive,
-            self._request.whole_body(),
+            there,
             self.front.config.limits,
             held,
         )
+
+    def put_back(self, data: bytes) -> None:
+        """Let another handler read the body again."""
+        self._kept_body = data
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Yield the bytes of a body as they arrive, without limits on their number."""
+        whole = self._request.whole_body()
+        if whole is not None:
+            yield whole
+            return
+        seconds = self.front.config.limits.body_seconds
+        more = True
+        while more:
+            try:
+                message = await asyncio.wait_for(self._receive(), seconds)
+            except TimeoutError:
+                raise ApiError(
+                    408, f"nothing of the body arrived for {seconds:g} s", "body_timeout"
+                ) from None
+            if message["type"] == "http.disconnect":
+                raise client_gone()
+            more = message["more_body"]
+            yield message["body"]
 
     async def reply(self, value: Any, headers: Headers | None = None, status: int = 200) -> None:
         await self.send(_encode(value), "application/json", headers, status)
@@ -83,6 +109,10 @@ class Exchange:
             status, {"content-type": content, "content-length": str(len(data)), **(headers or {})}
         )
         await self.write(data, last=True)
+
+    async def start_reply(self, content: str, length: int) -> None:
+        """Start a reply of a known length, which is then written in parts."""
+        await self._start(200, {"content-type": content, "content-length": str(length)})
 
     async def start_stream(self, headers: Headers, content_type: str, keep_alive: bytes) -> None:
         """Start a streamed reply. A client ignores the bytes of `keep_alive`."""

@@ -42,7 +42,8 @@ DROPPED = {
     "--max-loras": 1,
     "--trust-remote-code": 0,
 }
-LONGEST = 1024  # Some tests generate until the context is full, which takes long on a CPU.
+# Some tests generate until the context is full, which takes long on a CPU.
+LONGEST = int(os.environ.get("OCTAVO_SUITE_LONGEST", "1024"))
 # A template that opens a reasoning, for models that reason.
 THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content or '' }}<|im_end|>

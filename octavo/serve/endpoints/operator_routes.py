@@ -1,0 +1,110 @@
+"""Routes for operators, under the names of vLLM and SageMaker: load, sleep, ping, invocations."""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.serve.api.api_errors import ApiError, invalid_field
+from octavo.serve.endpoints import completions, file_routes, pooling_routes, routes
+from octavo.serve.http.exchange import Exchange, Handler
+
+
+class Peek(msgspec.Struct):
+    """The fields that tell the route of a request. Their values are not read."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    query: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    text_1: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+INVOKED: dict[str, Handler] = {
+    "messages": completions.chat_completions,
+    "prompt": completions.completions,
+    "input": pooling_routes.embeddings,
+    "query": pooling_routes.rerank,
+    "text_1": pooling_routes.score,
+}
+
+
+async def ping(exchange: Exchange) -> None:
+    """Reply as /health does, as SageMaker asks for it."""
+    await routes.readyz(exchange)
+
+
+async def invocations(exchange: Exchange) -> None:
+    """Pass a request on to the route that its fields belong to, as SageMaker asks for it."""
+    with exchange.hold() as held:
+        data = await exchange.read(held)
+        try:
+            peek = msgspec.json.decode(data, type=Peek)
+        except (msgspec.MsgspecError, RecursionError):
+            raise invalid_field(None, "the body must be a JSON object", "invalid_json") from None
+    for name, handler in INVOKED.items():
+        if getattr(peek, name) is not msgspec.UNSET:
+            exchange.put_back(bytes(data))
+            return await handler(exchange)
+    names = ", ".join(INVOKED)
+    raise invalid_field(None, f"the request must have one of the fields {names}")
+
+
+async def load(exchange: Exchange) -> None:
+    await exchange.reply({"server_load": len(exchange.front.client.calls)})
+
+
+# ---- sleep -------------------------------------------------------------------------------------
+
+
+async def sleep(exchange: Exchange) -> None:
+    """End the engine process, which frees all memory of the model, until /wake_up.
+
+    The levels of vLLM differ in what stays in memory. Here nothing does.
+    """
+    check_operator(exchange)
+    front = exchange.front
+    level = file_routes.query_of(exchange).get("level", "1")
+    if level not in ("1", "2"):
+        raise invalid_field("level", "level must be 1 or 2")
+    supervisor = front.client.supervisor
+    if supervisor.sleep_level == 0:
+        _ = front.client.model  # This raises an error while the engine is not ready.
+        if front.client.calls:
+            raise ApiError(
+                409,
+                f"{len(front.client.calls)} requests are open: wait until they have ended",
+                "requests_open",
+            )
+        await supervisor.sleep(int(level))
+    await exchange.reply({"is_sleeping": True})
+
+
+async def wake_up(exchange: Exchange) -> None:
+    """Start the engine process again, and reply when it is ready.
+
+    As in vLLM, `tags` may wake the weights and the KV cache one after the other.
+    """
+    check_operator(exchange)
+    supervisor = exchange.front.client.supervisor
+    tag = file_routes.query_of(exchange).get("tags")
+    if tag not in (None, *supervisor.PARTS):
+        raise invalid_field("tags", f"tags must be one of {', '.join(supervisor.PARTS)}")
+    await supervisor.wake(supervisor.PARTS if tag is None else (tag,))
+    await exchange.reply({"is_sleeping": supervisor.sleep_level > 0})
+
+
+async def is_sleeping(exchange: Exchange) -> None:
+    asleep = exchange.front.client.supervisor.sleep_level > 0
+    await exchange.reply({"is_sleeping": asleep})
+
+
+def check_operator(exchange: Exchange) -> None:
+    """Raise ApiError if there are API keys and this one is not an administrator's."""
+    key = exchange.caller.key
+    if key is not None and not key.admin:
+        raise ApiError(
+            403,
+            "this route needs an administrator's key: set admin = true for a key in the file of "
+            "--api-keys",
+            "admin_only",
+        )

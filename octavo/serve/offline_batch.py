@@ -1,0 +1,80 @@
+"""Runs a file of requests without a server: an engine process, the application, and no port.
+
+Replies are appended to FILE.partial, which becomes FILE at the end. A run that was interrupted
+continues with the requests that have no reply there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.errors import ModelError
+from octavo.serve.api.batch_lines import LineError, done_ids, error_line, lines_of
+from octavo.serve.endpoints.application import Table
+from octavo.serve.endpoints.batch_runner import LineRunner, requests_of, run_lines
+from octavo.serve.front.front import Front
+from octavo.serve.serve_config import ServeConfig
+
+
+@dataclass
+class BatchProgress:
+    """How far a run is."""
+
+    total: int = 0
+    done: int = 0  # including those of an earlier run
+    failed: int = 0  # of this run
+    earlier: int = 0  # of an earlier run
+
+
+async def run_file(
+    config: ServeConfig,
+    source: Path,
+    target: Path,
+    report: Callable[[str, BatchProgress], None],
+) -> BatchProgress:
+    """Run the requests of `source`, and write the lines of their replies to `target`.
+
+    `report` gets the phase of the engine and the progress, from time to time.
+    """
+    progress = BatchProgress(total=sum(1 for _ in lines_of(source)))
+    partial = target.with_name(target.name + ".partial")
+    done = done_ids(partial)
+    progress.earlier = progress.done = len(done)
+    front = Front(config)
+    supervisor = front.client.supervisor
+    engine = asyncio.create_task(supervisor.run())
+    try:
+        while not front.client.ready:
+            report(supervisor.phase, progress)
+            if engine.done():
+                engine.result()
+                raise ModelError("the engine process has ended before it was ready")
+            await asyncio.sleep(0.05)
+        with partial.open("ab", buffering=0) as file:
+
+            def write(line: bytes, succeeded: bool) -> None:
+                file.write(line)
+                progress.done += 1
+                progress.failed += not succeeded
+                report("running", progress)
+
+            def refuse(error: LineError) -> None:
+                message = f"line {error.number}: {error}"
+                name = error.custom_id or f"line-{error.number}"
+                if name not in done:
+                    write(error_line(name, "invalid_line", message), False)
+
+            runner = LineRunner(front, Table(front), config.batch_concurrency)
+            lines = requests_of(source, None, done, refuse)
+            await run_lines(runner, lines, None, write)
+    finally:
+        await supervisor.stop()
+        engine.cancel()
+        await asyncio.gather(engine, return_exceptions=True)
+        front.files.close()
+        await front.pool.close()
+    partial.replace(target)
+    return progress

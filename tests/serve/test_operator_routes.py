@@ -1,0 +1,99 @@
+"""Routes for operators: load, ping, invocations, sleep; and several conversations at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.running import NAME, Running, check_error, server
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def test_load_and_ping(running: Running) -> None:
+    assert running.get("/ping").status_code == running.post("/ping", {}).status_code == 200
+    assert running.get("/load").json() == {"server_load": 0}
+    body = {"prompt": "x", "max_tokens": 900, "ignore_eos": True}
+    thread = threading.Thread(target=lambda: running.post("/v1/completions", body))
+    thread.start()
+    limit = time.monotonic() + 10
+    while running.get("/load").json() == {"server_load": 0} and time.monotonic() < limit:
+        pass
+    assert running.get("/load").json() == {"server_load": 1}
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("body", "member"),
+    [
+        ({"messages": HI, "max_tokens": 2}, "choices"),
+        ({"prompt": "x", "max_tokens": 2}, "choices"),
+        ({"input": "x"}, "data"),
+        ({"query": "x", "documents": ["y"]}, "results"),
+        ({"text_1": "x", "text_2": "y"}, "data"),
+    ],
+)
+def test_invocations_find_the_route(running: Running, body: dict[str, Any], member: str) -> None:
+    reply = running.post("/invocations", body)
+    assert reply.status_code == 200 and member in reply.json()
+    streamed = running.post("/invocations", {"prompt": "x", "stream": True, "max_tokens": 2})
+    assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+def test_invocations_without_a_route(running: Running) -> None:
+    for body in ({}, {"other": 1}):
+        check_error(running.post("/invocations", body), 400)
+    reply = running.http.post(
+        "/invocations", content=b"[1", headers={"content-type": "application/json"}
+    )
+    check_error(reply, 400, None, "invalid_json")
+
+
+def test_several_conversations_have_a_choice_each(running: Running) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
+    asked = {"model": NAME, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    reply = running.post("/v1/chat/completions/batch", {**asked, "messages": conversations}).json()
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+    for choice, messages in zip(reply["choices"], conversations, strict=True):
+        alone = running.post("/v1/chat/completions", {**asked, "messages": messages}).json()
+        assert alone["choices"][0]["message"]["content"] == choice["message"]["content"]
+    assert reply["usage"]["completion_tokens"] == 15
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": HI}, "messages.0"),
+        ({"messages": [HI, []]}, "messages.1"),
+        ({"messages": [HI], "stream": True}, "stream"),
+        ({"messages": [HI], "tools": [{"type": "function"}]}, "tools"),
+    ],
+)
+def test_several_conversations_that_are_refused(running: Running, asked: Any, param: str) -> None:
+    check_error(running.post("/v1/chat/completions/batch", asked), 400, param)
+
+
+@pytest.mark.slow
+def test_a_server_sleeps_and_wakes_up(tmp_path: Path) -> None:
+    with server(tmp_path, metrics_prefix="vllm") as drowsy:
+        before = drowsy.complete(temperature=0)["choices"]
+        assert drowsy.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert drowsy.http.post("/sleep?level=1").json() == {"is_sleeping": True}
+        assert drowsy.http.post("/sleep").status_code == 200  # It already sleeps.
+        assert not drowsy.engines()
+        check_error(drowsy.post("/v1/completions", {"prompt": "x"}), 503, None, "engine_sleeping")
+        assert drowsy.get("/readyz").json()["state"] == "sleeping"
+        assert drowsy.metrics()['vllm:engine_sleep_state{sleep_state="weights_offloaded"}'] == 1
+        assert drowsy.http.post("/wake_up?tags=weights").json() == {"is_sleeping": True}
+        assert (
+            drowsy.http.post("/wake_up?tags=kv_cache", timeout=120).json()["is_sleeping"] is False
+        )
+        assert drowsy.complete(temperature=0)["choices"] == before
+        assert drowsy.metrics()['vllm:engine_sleep_state{sleep_state="awake"}'] == 1
+        for path, param in (("/sleep?level=3", "level"), ("/wake_up?tags=x", "tags")):
+            check_error(drowsy.http.post(path), 400, param)
