@@ -211,7 +211,7 @@ FORM = (
 )
 
 
-def parts_of(tmp_path: Path, form: bytes) -> dict[str, multipart.Part]:
+def parts_of(tmp_path: Path, form: bytes) -> dict[str, multipart.FormPart]:
     path = tmp_path / "form"
     path.write_bytes(form)
     return multipart.read_parts(path, b"b")

@@ -25,7 +25,7 @@ NAME = re.compile(rb'(?:^|[;\s])name="((?:[^"\\]|\\.)*)"')
 FILENAME = re.compile(rb'(?:^|[;\s])filename="((?:[^"\\]|\\.)*)"')
 
 
-class Part(NamedTuple):
+class FormPart(NamedTuple):
     """A field of a form: where its content is in the file."""
 
     first: int
@@ -64,7 +64,7 @@ def boundary_of(headers: Mapping[bytes, bytes]) -> bytes:
     return found[1] or found[2]
 
 
-def read_parts(path: Path, boundary: bytes) -> dict[str, Part]:
+def read_parts(path: Path, boundary: bytes) -> dict[str, FormPart]:
     """Return the parts of a form by their names."""
     if not path.stat().st_size:
         raise bad_form("it is empty")
@@ -72,10 +72,10 @@ def read_parts(path: Path, boundary: bytes) -> dict[str, Part]:
         return _read(data, b"--" + boundary)
 
 
-def _read(data: mmap.mmap, delimiter: bytes) -> dict[str, Part]:
+def _read(data: mmap.mmap, delimiter: bytes) -> dict[str, FormPart]:
     if data[: len(delimiter)] != delimiter:
         raise bad_form("it does not begin with its boundary")
-    parts: dict[str, Part] = {}
+    parts: dict[str, FormPart] = {}
     place = len(delimiter)
     while data[place : place + 2] != b"--":
         if data[place : place + 2] != b"\r\n" or len(parts) >= MOST_PARTS:
@@ -85,7 +85,7 @@ def _read(data: mmap.mmap, delimiter: bytes) -> dict[str, Part]:
             raise bad_form("a part has no headers")
         end = _next_boundary(data, delimiter, head_end + 4)
         name, filename = names_of(data[place:head_end])
-        parts[name] = Part(head_end + 4, end, filename)
+        parts[name] = FormPart(head_end + 4, end, filename)
         place = end + 2 + len(delimiter)
     return parts
 

@@ -29,7 +29,7 @@ from octavo.serve.api.batch_lines import (
     output_line,
     read_line,
 )
-from octavo.serve.front.batch_store import Batch, BatchStore
+from octavo.serve.front.batch_store import BatchStore, StoredBatch
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.front.keys import Key
 from octavo.serve.http.internal_request import InternalRequest
@@ -114,13 +114,13 @@ class BatchRunner:
         self.store: BatchStore = front.batches
         self.runner = LineRunner(front, app, front.config.batch_concurrency)
         self._work = asyncio.Event()
-        self._running: tuple[Batch, asyncio.Task[None]] | None = None
+        self._running: tuple[StoredBatch, asyncio.Task[None]] | None = None
 
     def wake(self) -> None:
         """Look for batches again."""
         self._work.set()
 
-    def cancel(self, batch: Batch) -> None:
+    def cancel(self, batch: StoredBatch) -> None:
         """End a batch. Replies that it has are kept."""
         if not batch.is_open:
             return
@@ -155,7 +155,7 @@ class BatchRunner:
             finally:
                 self._running = None
 
-    def _fail(self, batch: Batch, error: Exception) -> None:
+    def _fail(self, batch: StoredBatch, error: Exception) -> None:
         refusals = [error]
         if isinstance(error, ExceptionGroup):
             refusals = [one for one in error.exceptions if isinstance(one, ApiError)] or [error]
@@ -167,7 +167,7 @@ class BatchRunner:
             batch.refuse("server_error", "the server failed to run the batch: see its log")
         self._finish(batch, "failed")
 
-    async def _run_batch(self, batch: Batch) -> None:
+    async def _run_batch(self, batch: StoredBatch) -> None:
         source = self.store.files.content_path(batch.input_file_id)
         key = self._key_of(batch)
         if batch.status == "validating":
@@ -183,7 +183,7 @@ class BatchRunner:
         self._finish(batch, "expired" if time.time() > batch.expires_at else "completed")
 
     def _until_expiry(
-        self, batch: Batch, lines: Iterator[BatchLine], collected: Collected
+        self, batch: StoredBatch, lines: Iterator[BatchLine], collected: Collected
     ) -> Iterator[BatchLine]:
         for line in lines:
             if time.time() <= batch.expires_at:
@@ -192,7 +192,7 @@ class BatchRunner:
                 message = "the batch expired before this request was sent"
                 collected.write(error_line(line.custom_id, "batch_expired", message), False)
 
-    def _key_of(self, batch: Batch) -> Key | None:
+    def _key_of(self, batch: StoredBatch) -> Key | None:
         if not batch.owner:
             return None
         found = [key for key in self.front.keys.found if key.name == batch.owner]
@@ -219,7 +219,7 @@ class BatchRunner:
             raise ApiError(400, "the input file has no requests", "empty_file")
         return count
 
-    def _finish(self, batch: Batch, status: str) -> None:
+    def _finish(self, batch: StoredBatch, status: str) -> None:
         """Turn the collected lines into files, and end the batch."""
         files = self.store.files
         if batch.status != "failed":
@@ -239,7 +239,7 @@ class BatchRunner:
 class Collected:
     """The lines of a batch that are done. Each is on disk before the next is counted."""
 
-    def __init__(self, store: BatchStore, batch: Batch):
+    def __init__(self, store: BatchStore, batch: StoredBatch):
         self.store = store
         self.batch = batch
         paths = {kind: store.lines_path(batch, kind) for kind in ("output", "error")}

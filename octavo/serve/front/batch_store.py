@@ -22,7 +22,7 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_SECONDS = 24 * 3600
 
 
-class Batch(msgspec.Struct):
+class StoredBatch(msgspec.Struct):
     """The record of a batch. The names are those of OpenAI's batch object, except the owner."""
 
     id: str
@@ -76,36 +76,36 @@ class Batch(msgspec.Struct):
 class BatchStore:
     def __init__(self, files: FileStore):
         self.files = files
-        self.batches: dict[str, Batch] = {}
+        self.batches: dict[str, StoredBatch] = {}
         for path in sorted(files.directory.glob("batch_*.json")) if files.is_kept else ():
-            batch = msgspec.json.decode(path.read_bytes(), type=Batch)
+            batch = msgspec.json.decode(path.read_bytes(), type=StoredBatch)
             self.batches[batch.id] = batch
 
     def new(
         self, owner: str, endpoint: str, input_file_id: str, metadata: dict[str, str] | None
-    ) -> Batch:
+    ) -> StoredBatch:
         now = int(time.time())
         id = f"batch_{secrets.token_hex(12)}"
         expires = now + WINDOW_SECONDS
-        batch = Batch(id, owner, endpoint, input_file_id, now, expires, metadata=metadata)
+        batch = StoredBatch(id, owner, endpoint, input_file_id, now, expires, metadata=metadata)
         self.batches[id] = batch
         return batch
 
-    def save(self, batch: Batch) -> None:
+    def save(self, batch: StoredBatch) -> None:
         write_atomically(self.files.directory / f"{batch.id}.json", msgspec.json.encode(batch))
 
-    def find(self, id: str, owner: str) -> Batch:
+    def find(self, id: str, owner: str) -> StoredBatch:
         batch = self.batches.get(id) if BATCH_ID.fullmatch(id) else None
         if batch is None or batch.owner != owner:
             raise ApiError(404, "this server has no batch with this id", "batch_not_found", "id")
         return batch
 
-    def owned(self, owner: str) -> list[Batch]:
+    def owned(self, owner: str) -> list[StoredBatch]:
         """Return the batches of an owner, the newest first."""
         found = [batch for batch in self.batches.values() if batch.owner == owner]
         return sorted(found, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
-    def lines_path(self, batch: Batch, kind: str) -> Path:
+    def lines_path(self, batch: StoredBatch, kind: str) -> Path:
         """Return the file that collects the "output" or the "error" lines."""
         return self.files.directory / f"{batch.id}.{kind}"
 

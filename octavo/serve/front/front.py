@@ -13,7 +13,7 @@ from octavo import __version__
 from octavo.serve.api.api_errors import not_ready
 from octavo.serve.channel.jobs import Setup
 from octavo.serve.channel.messages import Loaded
-from octavo.serve.front.batch_store import Batch, BatchStore
+from octavo.serve.front.batch_store import BatchStore, StoredBatch
 from octavo.serve.front.body_memory import BodyMemory
 from octavo.serve.front.client import EngineClient
 from octavo.serve.front.file_store import FileStore
@@ -34,7 +34,7 @@ class BatchStarter(Protocol):
 
     def wake(self) -> None: ...
 
-    def cancel(self, batch: Batch) -> None: ...
+    def cancel(self, batch: StoredBatch) -> None: ...
 
 
 class Front:
