@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from octavo.assemble import pick_device
 from octavo.bench.drive import DriveReport, Job, drive
 from octavo.bench.interleave import interleave, is_noisy, ratios, spread
 from octavo.bench.measure_speculation import WORKLOADS as TEXT_WORKLOADS
+from octavo.bench.model_shapes import load_shape
 from octavo.bench.picture import Panel, bars
 from octavo.bench.result_file import BenchRun
 from octavo.bench.views import Result, ResultTable, ResultView, spread_text
-from octavo.engine_options import LOADING_OPTIONS
+from octavo.engine_options import LOADING_OPTIONS, EngineOptions
 from octavo.llm import LLM
+from octavo.memory import BLOCK_SIZE
 from octavo.model.base import Matrix
 
 
@@ -283,12 +286,10 @@ class Ablation:
         load: Callable[[dict[str, Any]], LLM],
         run: BenchRun,
         rounds: int,
-        advance: Callable[[], None] = lambda: None,
     ):
         self.load = load
         self.run = run
         self.rounds = rounds
-        self.advance = advance
         self.base = load({})
         self.scale = SCALES[self.base.device.type]
         self.base.warm_up()
@@ -309,9 +310,7 @@ class Ablation:
 
             return run
 
-        reports = interleave(
-            {side: runner(llm) for side, llm in sides.items()}, self.rounds, self.advance
-        )
+        reports = interleave({side: runner(llm) for side, llm in sides.items()}, self.rounds)
         self._add_row(name, mechanism, workload, reports)
         del sides
         release_memory()
@@ -350,6 +349,43 @@ class Ablation:
             verdict=verdict(contribution),
             noisy=is_noisy(contribution),
         )
+
+
+KV_TOKENS = {"cpu": 32 * 1024, "cuda": 512 * 1024}  # of each engine; two run beside each other
+
+
+def sized(options: EngineOptions) -> EngineOptions:
+    """Bound the KV pool, because two engines run beside each other."""
+    kind = pick_device(options.device).type
+    block_size = options.block_size or BLOCK_SIZE[kind]
+    num_blocks = options.num_gpu_blocks_override or KV_TOKENS[kind] // block_size
+    return replace(options, block_size=block_size, num_gpu_blocks_override=num_blocks)
+
+
+def run_ablation(
+    run: BenchRun,
+    model: str | None,
+    options: EngineOptions,
+    names: Sequence[str] = tuple(MECHANISMS),
+    rounds: int = 3,
+    advance: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Measure mechanisms on a model, or on random weights if `model` names a shape."""
+    options = sized(options)
+
+    def load(changes: dict[str, Any]) -> LLM:
+        return load_shape(replace(options, **changes), model)
+
+    bench = Ablation(load, run, rounds)
+    reasons = {name: why_not(name, bench.base) for name in names}
+    run.set_fact(
+        device=bench.base.device.type,
+        dtype=str(bench.base.model_dtype).removeprefix("torch."),
+        left_out={name: reason for name, reason in reasons.items() if reason is not None},
+    )
+    for name in (name for name, reason in reasons.items() if reason is None):
+        advance(name)
+        bench.measure(name)
 
 
 def verdict(contribution: dict[str, float]) -> str:

@@ -8,12 +8,14 @@ compute the matrix products, whichever takes longer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from octavo.bench.measure_batching import bytes_per_step
+from octavo.bench.picture import Axis, Panel, Series, points
 from octavo.bench.scheduling import play
-from octavo.bench.throughput import measure_machine
+from octavo.bench.throughput import measure_machine, peak_memory, rows_of
+from octavo.bench.views import Result, ResultTable, ResultView
 from octavo.bench.workloads import HardwareRates, limit_seconds, uniform
 from octavo.core.simulate import percentile
 from octavo.core.trace import TraceEntry
@@ -32,7 +34,18 @@ def measure(
     repeat: int,
     advance: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Return one record for each number of requests.
+    return list(measure_rows(llm, batches, prompt, output, repeat, advance))
+
+
+def measure_rows(
+    llm: LLM,
+    batches: Sequence[int],
+    prompt: int,
+    output: int,
+    repeat: int,
+    advance: Callable[[], None] = lambda: None,
+) -> Iterator[dict[str, Any]]:
+    """Yield one row for each number of requests.
 
     The first run of each is a warm-up and does not count.
     """
@@ -43,7 +56,6 @@ def measure(
             "batches",
         )
     machine = measure_machine(llm)
-    results = []
     for concurrency in batches:
         trace = [TraceEntry(0.0, prompt, output)] * concurrency
         first_tokens = list[float]()
@@ -60,8 +72,8 @@ def measure(
         ttft_limit, itl_limit = limits(llm, concurrency, prompt, output, machine)
         result |= summarize("ttft", first_tokens, ttft_limit)
         result |= summarize("itl", token_gaps, itl_limit)
-        results.append(result | {"tok_s": concurrency * output * repeat / sum(run_seconds)})
-    return results
+        result["tok_s"] = concurrency * output * repeat / sum(run_seconds)
+        yield result | {"memory_bytes": peak_memory(llm)}
 
 
 def summarize(name: str, times: list[float], limit: float) -> dict[str, float]:
@@ -91,3 +103,44 @@ def limits(
     first_token = max(prefill_seconds, weight_seconds)
     step = max(decode_products, weight_seconds + kv_seconds)
     return first_token, step
+
+
+# ---- view ----------------------------------------------------------------------------------------
+
+
+def tables(result: Result) -> list[ResultTable]:
+    columns = ["requests"]
+    for metric in ("TTFT", "ITL"):
+        columns += [f"{metric} ms: p50", *(f"p{q}" for q in QUANTILES[1:]), "limit", "% of limit"]
+    rows = []
+    for row in rows_of(result):
+        cells = []
+        for metric in ("ttft", "itl"):
+            cells += [f"{row[f'{metric}_p{quantile}_ms']:,.1f}" for quantile in QUANTILES]
+            cells += [f"{row[f'{metric}_limit_ms']:,.2f}", f"{row[f'{metric}_of_limit']:.0%}"]
+        memory = f"{row['memory_bytes'] / 2**20:,.0f}" if "memory_bytes" in row else ""
+        rows.append((str(row["requests"]), *cells, f"{row['tok_s']:,.0f}", memory))
+    return [ResultTable((*columns, "tok/s", "memory, MiB"), rows, left=())]
+
+
+def panels(result: Result) -> list[Panel]:
+    rows = rows_of(result)
+    return [
+        points(
+            f"{title} of {result['model']}",
+            [
+                Series(
+                    f"{row['requests']} requests",
+                    [(q, row[f"{metric}_p{q}_ms"]) for q in QUANTILES],
+                )
+                for row in rows
+            ],
+            Axis("percentile"),
+            Axis("ms", starts_at_zero=True),
+            connected=True,
+        )
+        for metric, title in (("ttft", "Time to first token"), ("itl", "Inter-token latency"))
+    ]
+
+
+VIEW = ResultView(tables, panels)

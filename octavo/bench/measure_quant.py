@@ -12,13 +12,14 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from octavo.bench.measure_batching import spread
 from octavo.bench.picture import Axis, Panel, Series, bars, points
+from octavo.bench.views import Result, ResultTable, ResultView
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.memory import parameter_count
@@ -115,12 +116,12 @@ def measure(
     length: int = 512,
     advance: Callable[[str], None] = lambda format_name: None,
     plain: str = PLAIN,
-) -> list[dict[str, Any]]:
-    """Return one result for each format.
+) -> Iterator[dict[str, Any]]:
+    """Yield one row for each format.
 
     `plain` is always measured first, because the others are compared with it.
     """
-    results: list[dict[str, Any]] = []
+    plain_perplexity: float | None = None
     plain_scores: tuple[list[float], list[int]] | None = None
     for format_name in dict.fromkeys((plain, *formats)):
         start = time.perf_counter()
@@ -139,32 +140,80 @@ def measure(
             token_id == plain_id
             for token_id, plain_id in zip(likeliest, plain_likeliest, strict=True)
         ]
-        results.append(
-            {
-                "format": format_name,
-                "weight_bytes": llm.memory.weights,
-                "bytes_per_weight": llm.memory.weights / parameter_count(llm.model),
-                "kv_bytes_per_token": llm.memory.kv_per_token,
-                "load_s": load_seconds,
-                **speed(llm, token_ids[0], repeat),
-                "perplexity": math.exp(-statistics.fmean(logprobs)),
-                "logprob_error": math.sqrt(statistics.fmean(squared_errors)),
-                "top1": statistics.fmean(agreements),
-            }
-        )
-        results[-1]["perplexity_ratio"] = results[-1]["perplexity"] / results[0]["perplexity"]
+        perplexity = math.exp(-statistics.fmean(logprobs))
+        plain_perplexity = plain_perplexity or perplexity
+        row = {
+            "format": format_name,
+            "weight_bytes": llm.memory.weights,
+            "bytes_per_weight": llm.memory.weights / parameter_count(llm.model),
+            "kv_bytes_per_token": llm.memory.kv_per_token,
+            "load_s": load_seconds,
+            **speed(llm, token_ids[0], repeat),
+            "perplexity": perplexity,
+            "perplexity_ratio": perplexity / plain_perplexity,
+            "logprob_error": math.sqrt(statistics.fmean(squared_errors)),
+            "top1": statistics.fmean(agreements),
+        }
         del llm
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         advance(format_name)
-    return results
+        yield row
 
 
-def panels(results: list[dict[str, Any]]) -> list[Panel]:
+# ---- view ----------------------------------------------------------------------------------------
+
+QUALITY = ("tok/s", "x16 tok/s", "perplexity", "ratio", "top-1", "logprob error")
+
+
+def quality_cells(row: dict[str, Any], digits: int) -> tuple[str, ...]:
+    """Return speed and quality of one format, as the columns QUALITY name them."""
+    return (
+        f"{row['single_tok_s']['median']:.0f}",
+        f"{row['batch16_tok_s']['median']:.0f}",
+        f"{row['perplexity']:.{digits}f}",
+        f"{row['perplexity_ratio']:.{digits + 1}f}",
+        f"{row['top1']:.1%}",
+        f"{row['logprob_error']:.{digits}f}",
+    )
+
+
+def tables(result: Result) -> list[ResultTable]:
+    columns = ("format", "weights, MiB", "bytes each", "load s", "ttft ms", *QUALITY)
+    rows = [
+        (
+            row["format"],
+            f"{row['weight_bytes'] / 2**20:,.0f}",
+            f"{row['bytes_per_weight']:.2f}",
+            f"{row['load_s']:.1f}",
+            f"{row['ttft_s'] * 1e3:.0f}",
+            *quality_cells(row, digits=3),
+        )
+        for row in result["rows"]
+    ]
+    return [ResultTable(columns, rows)]
+
+
+def kv_tables(result: Result) -> list[ResultTable]:
+    columns = ("KV", "bytes a token", "of auto", *QUALITY)
+    rows = [
+        (
+            row["format"],
+            f"{row['kv_bytes_per_token']:,}",
+            f"{row['kv_bytes_per_token'] / result['rows'][0]['kv_bytes_per_token']:.3f}",
+            *quality_cells(row, digits=4),
+        )
+        for row in result["rows"]
+    ]
+    return [ResultTable(columns, rows)]
+
+
+def panels(result: Result) -> list[Panel]:
     """Draw bytes per weight against perplexity, and the speed of one request and of sixteen."""
-    format_names = [result["format"] for result in results]
-    positions = [(result["bytes_per_weight"], result["perplexity_ratio"]) for result in results]
+    results = result["rows"]
+    format_names = [row["format"] for row in results]
+    positions = [(row["bytes_per_weight"], row["perplexity_ratio"]) for row in results]
     return [
         points(
             "Size and quality",
@@ -175,15 +224,24 @@ def panels(results: list[dict[str, Any]]) -> list[Panel]:
         bars(
             "One request",
             format_names,
-            {"": [result["single_tok_s"]["median"] for result in results]},
+            {"": [row["single_tok_s"]["median"] for row in results]},
             "tok/s",
             380,
         ),
         bars(
             "Sixteen requests",
             format_names,
-            {"": [result["batch16_tok_s"]["median"] for result in results]},
+            {"": [row["batch16_tok_s"]["median"] for row in results]},
             "tok/s",
             380,
         ),
     ]
+
+
+def kv_panels(result: Result) -> list[Panel]:
+    """Draw only the speeds: KV formats do not change the weights."""
+    return panels(result)[1:]
+
+
+VIEW = ResultView(tables, panels)
+KV_VIEW = ResultView(kv_tables, kv_panels)

@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.bench.http_load import Load
 from octavo.bench.openai_endpoint import OpenAIEndpoint
+from octavo.bench.picture import Axis, Panel, Series, bars, points
+from octavo.bench.views import Result, ResultTable, ResultView
 from octavo.core.trace import STEP_LINE
 from octavo.engine_options import EngineOptions
 from octavo.errors import OctavoError
@@ -272,13 +274,12 @@ def measure(
     case_names: list[str],
     repeat: int = 3,
     advance: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
-    """Return the run with the median requests per second of each case.
+) -> Iterator[dict[str, Any]]:
+    """Yield the run with the median requests per second of each case.
 
-    The result includes the problems of all runs of the case.
+    The row includes the problems of all runs of the case.
     """
     run_client(running, replace(load, requests=2 * load.clients, stream=True))  # warm-up
-    results = []
     for case_name in case_names:
         runs = []
         for _ in range(repeat):
@@ -292,10 +293,7 @@ def measure(
         for run in runs:
             for problem, count in run["wrong"].items():
                 problems[problem] = problems.get(problem, 0) + count
-        results.append(
-            {**median_run, "wrong": problems, "runs": [run["requests_s"] for run in runs]}
-        )
-    return results
+        yield {**median_run, "wrong": problems, "runs": [run["requests_s"] for run in runs]}
 
 
 def in_process(llm: LLM, load: Load, repeat: int = 3) -> float:
@@ -332,3 +330,91 @@ def in_process(llm: LLM, load: Load, repeat: int = 3) -> float:
                 "does not count"
             )
     return statistics.median(tokens_per_second)
+
+
+# ---- view ----------------------------------------------------------------------------------------
+
+TIME_PARTS = {
+    "in": "way in",
+    "engine": "engine",
+    "picked_up": "queue in the engine",
+    "out": "way out",
+    "added": "added by the server",
+}
+
+
+def tables(result: Result) -> list[ResultTable]:
+    columns = (
+        *("case", "requests", "requests/s", "tok/s", "in-process", "% of in-process"),
+        *("p50", "p95", "p99 ms", "TTFT p50", "p99 ms", "front CPU, us", "engine CPU, us"),
+    )
+    rows = []
+    for row in result["rows"]:
+        engine_cells = ["", ""]
+        if "in_process_tok_s" in row:
+            engine_cells = [f"{row['in_process_tok_s']:,.0f}", f"{row['of_in_process']:.0%}"]
+        latency = [f"{row['latency_ms'].get(q, 0):,.1f}" for q in ("p50", "p95", "p99")]
+        first_token = [
+            f"{row['ttft_ms'][quantile]:,.1f}" if row["ttft_ms"] else ""
+            for quantile in ("p50", "p99")
+        ]
+        cpu = [f"{row['cpu_us_a_request'][process]:,.0f}" for process in ("front", "engine")]
+        speed = (f"{row['good']:,}", f"{row['requests_s']:,.1f}", f"{row['tok_s']:,.0f}")
+        rows.append((row["case"], *speed, *engine_cells, *latency, *first_token, *cpu))
+    found = [ResultTable(columns, rows)]
+    traced = [row for row in result["rows"] if "added_ms" in row]
+    if traced:
+        found.append(
+            ResultTable(
+                ("ms to the first byte, p50 (p99)", *TIME_PARTS.values()),
+                [
+                    (
+                        row["case"],
+                        *(
+                            f"{row[f'{part}_ms']['p50']:.2f} ({row[f'{part}_ms']['p99']:.2f})"
+                            for part in TIME_PARTS
+                        ),
+                    )
+                    for row in traced
+                ],
+            )
+        )
+    return found
+
+
+def notes(result: Result) -> list[str]:
+    return [
+        f"{row['case']}: {count} replies are wrong and do not count: {problem}"
+        for row in result["rows"]
+        for problem, count in row["wrong"].items()
+    ]
+
+
+def panels(result: Result) -> list[Panel]:
+    rows = [row for row in result["rows"] if row["latency_ms"]]
+    quantiles = ("p50", "p95", "p99")
+    return [
+        points(
+            "Latency of replies",
+            [
+                Series(
+                    row["case"],
+                    [(int(q.removeprefix("p")), row["latency_ms"][q]) for q in quantiles],
+                )
+                for row in rows
+            ],
+            Axis("percentile"),
+            Axis("ms", starts_at_zero=True),
+            connected=True,
+        ),
+        bars(
+            "Replies per second",
+            [row["case"] for row in rows],
+            {"requests/s": [row["requests_s"] for row in rows]},
+            "requests/s",
+            width=420,
+        ),
+    ]
+
+
+VIEW = ResultView(tables, panels, notes)

@@ -6,9 +6,16 @@ Speed depends on the shapes and not on the values.
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from octavo.engine_options import EngineOptions
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
 
 TINYLLAMA_1B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -84,12 +91,36 @@ GPT2_124M: dict[str, Any] = {
     "eos_token_id": 50256,
 }
 
+QWEN3_17B: dict[str, Any] = QWEN3_06B | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+}
+
 SHAPES = {
     "tinyllama-1.1b": TINYLLAMA_1B,
     "qwen3-0.6b": QWEN3_06B,
+    "qwen3-1.7b": QWEN3_17B,
     "llama-8b": LLAMA_8B,
     "gpt2": GPT2_124M,
 }
+
+
+def load_shape(options: EngineOptions, model: str | None) -> LLM:
+    """Load a model, or random weights if `model` names a shape. None is the embedded model."""
+    from octavo.llm import LLM
+
+    progress = sys.stderr.isatty()
+    if model not in SHAPES:
+        return LLM.from_options(model, options, progress)
+    shape = SHAPES[model]
+    max_model_len = options.max_model_len
+    if max_model_len is not None:
+        positions = shape.get("max_position_embeddings") or shape["n_positions"]
+        max_model_len = min(max_model_len, positions)
+    options = replace(
+        options, load_format="dummy", max_model_len=max_model_len, skip_tokenizer_init=True
+    )
+    return LLM.from_options(shape, options, progress)
 
 
 def write_directory(hf_config: dict[str, Any], directory: Path) -> None:

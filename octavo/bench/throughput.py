@@ -8,29 +8,37 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from octavo.bench.measure_batching import bytes_per_step
-from octavo.bench.workloads import WORKLOADS, HardwareRates, Workload, limit_seconds
+from octavo.bench.picture import Axis, Panel, Series, bars, points
+from octavo.bench.views import Result, ResultTable, ResultView
+from octavo.bench.workloads import WORKLOADS, HardwareRates, Workload, least_work
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.memory import parameter_count
 from octavo.model.layers import Linear
 from octavo.params import SamplingParams
+from octavo.process_usage import rss_bytes
 
 
 def measure(
     llm: LLM, workload_names: list[str], repeat: int = 3, advance: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """Return one record for each workload.
+    return list(measure_rows(llm, workload_names, repeat, advance))
+
+
+def measure_rows(
+    llm: LLM, workload_names: list[str], repeat: int = 3, advance: Callable[[], None] = lambda: None
+) -> Iterator[dict[str, Any]]:
+    """Yield one row for each workload.
 
     The first run of each is a warm-up and does not count.
     """
     machine = measure_machine(llm)
-    results = []
     for workload_name in workload_names:
         workload = WORKLOADS[workload_name]()
         run(llm, workload)
@@ -54,21 +62,22 @@ def measure(
         parameters = parameter_count(llm.model)
         step_bytes = bytes_per_step(llm)
         kv_bytes = llm.memory.kv_per_token
-        limit = limit_seconds(workload, llm.config, parameters, step_bytes, kv_bytes, machine)
-        results.append(
-            {
-                "workload": workload_name,
-                "requests": len(workload.prompts),
-                "unit": "prompt tok/s" if workload.counts_prompt else "tok/s",
-                "tok_s": counted_tokens / statistics.median(seconds),
-                "runs": [counted_tokens / elapsed for elapsed in seconds],
-                "limit_tok_s": counted_tokens / limit,
-                "of_limit": limit / statistics.median(seconds),
-                "steps": steps / repeat,
-                "host_ms_a_step": host_ms,
-            }
-        )
-    return results
+        work = least_work(workload, llm.config, parameters, step_bytes, kv_bytes)
+        limit = work.seconds(machine)
+        yield {
+            "workload": workload_name,
+            "requests": len(workload.prompts),
+            "unit": "prompt tok/s" if workload.counts_prompt else "tok/s",
+            "tok_s": counted_tokens / statistics.median(seconds),
+            "runs": [counted_tokens / elapsed for elapsed in seconds],
+            "limit_tok_s": counted_tokens / limit,
+            "of_limit": limit / statistics.median(seconds),
+            "steps": steps / repeat,
+            "host_ms_a_step": host_ms,
+            "memory_bytes": peak_memory(llm),
+            "work": {**work._asdict(), "seconds": statistics.median(seconds)},
+            "machine": machine._asdict(),
+        }
 
 
 def run(llm: LLM, workload: Workload) -> float:
@@ -149,3 +158,95 @@ def _best_seconds(operation: Callable[[], Any], is_cuda: bool, repeat: int = 5) 
 def _host_time(llm: LLM) -> tuple[float, ...]:
     host_time = llm.engine.host_time
     return host_time.plans, host_time.plan, host_time.launch, host_time.wait, host_time.commit
+
+
+def peak_memory(llm: LLM) -> int:
+    """Return the bytes that the process has on the device: the peak on a GPU, else its memory."""
+    return torch.cuda.max_memory_allocated() if llm.device.type == "cuda" else rss_bytes()
+
+
+# ---- view ----------------------------------------------------------------------------------------
+
+
+def tables(result: Result) -> list[ResultTable]:
+    columns = (
+        *("workload", "requests", "median", "min - max", "limit", "% of limit", "memory, MiB"),
+        "host ms a step: plan, launch, wait, commit",
+    )
+    rows = [
+        (
+            row["workload"],
+            str(row["requests"]),
+            f"{row['tok_s']:,.0f} {row['unit']}",
+            f"{min(row['runs']):,.0f} - {max(row['runs']):,.0f}",
+            f"{row['limit_tok_s']:,.0f}",
+            f"{row['of_limit']:.0%}",
+            f"{row['memory_bytes'] / 2**20:,.0f}" if "memory_bytes" in row else "",
+            ", ".join(f"{value:.2f}" for value in row["host_ms_a_step"].values()),
+        )
+        for row in rows_of(result)
+    ]
+    return [ResultTable(columns, rows)]
+
+
+def rows_of(result: Result) -> list[dict[str, Any]]:
+    """Return the rows. Older files call them results."""
+    rows: list[dict[str, Any]] = result.get("rows") or result["results"]
+    return rows
+
+
+def panels(result: Result) -> list[Panel]:
+    rows = rows_of(result)
+    charts = [
+        bars(
+            f"{result['model'] or 'the embedded model'}: throughput and limit",
+            [row["workload"] for row in rows],
+            {
+                "measured": [row["tok_s"] for row in rows],
+                "hardware limit": [row["limit_tok_s"] for row in rows],
+            },
+            "tok/s",
+        )
+    ]
+    if all("work" in row for row in rows):
+        charts.append(roofline(rows))
+    return charts
+
+
+def roofline(rows: list[dict[str, Any]]) -> Panel:
+    """Draw how fast each workload computes, below what memory and arithmetic allow."""
+    machine = rows[0]["machine"]
+    bandwidth = machine["bytes_per_second"]
+    peak = machine["flops_per_second"]
+    measured = [
+        (
+            row["work"]["flops"] / max(row["work"]["read_bytes"], 1.0),
+            row["work"]["flops"] / row["work"]["seconds"] / 1e9,
+        )
+        for row in rows
+    ]
+    # The corner of the roof, and two decades to each side, or as far as there are points.
+    corner = peak / bandwidth
+    left = min([corner / 100, *(intensity / 2 for intensity, _ in measured)])
+    right = max([corner * 100, *(2 * intensity for intensity, _ in measured)])
+    roof = [
+        (left, left * bandwidth / 1e9),
+        (corner, peak / 1e9),
+        (right, peak / 1e9),
+    ]
+    return points(
+        "Roofline",
+        [
+            Series("what the hardware allows", roof),
+            *(
+                Series(row["workload"], [position], [row["workload"]])
+                for row, position in zip(rows, measured, strict=True)
+            ),
+        ],
+        Axis("arithmetic per byte read, FLOP/byte", is_logarithmic=True),
+        Axis("GFLOP/s", is_logarithmic=True),
+        connected=True,
+    )
+
+
+VIEW = ResultView(tables, panels)

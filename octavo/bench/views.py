@@ -15,14 +15,19 @@ from octavo.bench.picture import Panel
 
 Result = dict[str, Any]
 
-# The modules that have a VIEW, by the name of the bench in its results.
-MODULES = {
+# Where the view of a result is, by the name of its bench.
+VIEWS = {
     "ablation": "octavo.bench.ablation",
     "compare": "octavo.bench.compare",
     "sweep": "octavo.bench.sweep",
     "memory": "octavo.bench.memory_use",
     "decoding": "octavo.bench.decoding",
     "transports": "octavo.bench.transports",
+    "serve": "octavo.bench.measure_serve",
+    "throughput": "octavo.bench.throughput",
+    "latency": "octavo.bench.latency",
+    "quant": "octavo.bench.measure_quant",
+    "kv": "octavo.bench.measure_quant:KV_VIEW",
 }
 
 
@@ -45,7 +50,8 @@ class ResultView(NamedTuple):
 
 def view_of(result: Result) -> ResultView:
     """Return the view of a result."""
-    view: ResultView = importlib.import_module(MODULES[result["bench"]]).VIEW
+    module, _, name = VIEWS[result["bench"]].partition(":")
+    view: ResultView = getattr(importlib.import_module(module), name or "VIEW")
     return view
 
 

@@ -75,6 +75,17 @@ class HardwareRates(NamedTuple):
     flops_per_second: float
 
 
+class Work(NamedTuple):
+    """What a workload needs at least, however it is computed."""
+
+    flops: float
+    read_bytes: float
+
+    def seconds(self, machine: HardwareRates) -> float:
+        """Return the shortest time in which the hardware can do it."""
+        return self.flops / machine.flops_per_second + self.read_bytes / machine.bytes_per_second
+
+
 def limit_seconds(
     workload: Workload,
     model_config: ModelConfig,
@@ -83,7 +94,18 @@ def limit_seconds(
     kv_per_token: int,
     machine: HardwareRates,
 ) -> float:
-    """Return the shortest time in which the hardware can run the workload.
+    """Return the shortest time in which the hardware can run the workload."""
+    return least_work(workload, model_config, parameters, step_bytes, kv_per_token).seconds(machine)
+
+
+def least_work(
+    workload: Workload,
+    model_config: ModelConfig,
+    parameters: int,
+    step_bytes: int,
+    kv_per_token: int,
+) -> Work:
+    """Return the work of a workload.
 
     Each prompt token is computed once with all parameters except the embedding and the head. Each
     step then reads the weights (`step_bytes`) and the KV of each sequence once. A shared prefix is
@@ -108,4 +130,4 @@ def limit_seconds(
             if output > step
         ]
         read_bytes += step_bytes + (workload.shared + sum(live_lengths)) * kv_per_token
-    return flops / machine.flops_per_second + read_bytes / machine.bytes_per_second
+    return Work(flops, read_bytes)

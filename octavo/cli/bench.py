@@ -9,10 +9,11 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from octavo.cli.bench_session import Picture, bench_session
 from octavo.cli.options import (
     Model,
     Output,
@@ -29,9 +30,6 @@ from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
-if TYPE_CHECKING:
-    from octavo.llm import LLM
-
 app = typer.Typer(
     help="Measure speed: each bench prints a table, and JSON as its last line.",
     no_args_is_help=True,
@@ -44,7 +42,7 @@ def finish(result: dict[str, Any], output: Path | None) -> None:
     Printing comes first: a file that cannot be written must not lose the measurement."""
     from octavo.bench.provenance import provenance
 
-    line = json.dumps(result | {"provenance": provenance()})
+    line = json.dumps(result | {"partial": False, "provenance": provenance()})
     print(line, flush=True)
     if output is not None:
         output.write_text(line + "\n")
@@ -123,8 +121,8 @@ ModelOrShape = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="Model to measure, or random weights in the shape of qwen3-0.6b, llama-8b, "
-        "tinyllama-1.1b or gpt2.",
+        help="Model to measure, or random weights in the shape of qwen3-0.6b, qwen3-1.7b, "
+        "llama-8b, tinyllama-1.1b or gpt2.",
     ),
 ]
 THROUGHPUT = EngineOptions(max_model_len=4096)
@@ -147,11 +145,14 @@ def throughput(
         int,
         option("Runs per workload; the median is reported.", None, "N", show_default=True, min=1),
     ] = 3,
+    picture: Picture = None,
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
 ) -> None:
     """Measure whole workloads: offline, single, four, decode, shared_prefix, prefill."""
-    from octavo.bench.throughput import measure
+    from octavo.bench.model_shapes import load_shape
+    from octavo.bench.result_file import BenchRun
+    from octavo.bench.throughput import measure_rows
     from octavo.bench.workloads import WORKLOADS
     from octavo.cli.progress import Steps
 
@@ -160,38 +161,16 @@ def throughput(
         raise InvalidRequest(
             f"unknown workload {', '.join(unknown)}: use {', '.join(WORKLOADS)}", "workloads"
         )
-    with Steps() as progress:
+    run = BenchRun("throughput", output, model=model)
+    with bench_session(run, picture), Steps() as progress:
         task = progress.add_task("loading", total=None)
         llm = load_shape(engine, model)
+        run.set_fact(device=llm.device.type, dtype=str(llm.model_dtype).removeprefix("torch."))
         progress.update(task, description="warming up")
         llm.warm_up()
         progress.update(task, description="measuring", total=len(names) * (1 + repeat))
-        results = measure(llm, names, repeat, lambda: progress.advance(task))
-    columns = ("workload", "requests", "median", "min - max", "limit", "% of limit")
-    rows = [
-        (
-            r["workload"],
-            str(r["requests"]),
-            f"{r['tok_s']:,.0f} {r['unit']}",
-            f"{min(r['runs']):,.0f} - {max(r['runs']):,.0f}",
-            f"{r['limit_tok_s']:,.0f}",
-            f"{r['of_limit']:.0%}",
-            ", ".join(f"{milliseconds:.2f}" for milliseconds in r["host_ms_a_step"].values()),
-        )
-        for r in results
-    ]
-    table(None, (*columns, "host ms a step: plan, launch, wait, commit"), rows)
-    name = str(llm.model_dtype).removeprefix("torch.")
-    finish(
-        {
-            "bench": "throughput",
-            "model": model,
-            "device": llm.device.type,
-            "dtype": name,
-            "results": results,
-        },
-        output,
-    )
+        for row in measure_rows(llm, names, repeat, lambda: progress.advance(task)):
+            run.add_row(**row)
 
 
 @app.command()
@@ -230,25 +209,6 @@ def startup(
     finish({"bench": "startup", "model": model, "runs": runs}, output)
 
 
-def load_shape(engine: EngineOptions, model: str | None) -> LLM:
-    """Load a model, or random weights if `model` names a shape."""
-    from octavo.bench.model_shapes import SHAPES
-
-    if model not in SHAPES:
-        return load_llm(model, engine)
-    shape = SHAPES[model]
-    max_model_len = engine.max_model_len
-    if max_model_len is not None:
-        max_model_len = min(max_model_len, shape["max_position_embeddings"])
-    return load_llm(
-        shape,
-        engine,
-        load_format="dummy",
-        max_model_len=max_model_len,
-        skip_tokenizer_init=True,
-    )
-
-
 TIERS = EngineOptions(max_num_seqs=4, swap_space=4.0)
 
 
@@ -264,6 +224,7 @@ def tiers(
     engine: EngineOptions = TIERS,
 ) -> None:
     """Measure the time to first token of an evicted prompt, from each tier and computed."""
+    from octavo.bench.model_shapes import load_shape
     from octavo.bench.tiers import OUTPUT, measure
     from octavo.cli.progress import Steps
     from octavo.memory import BLOCK_SIZE
@@ -352,21 +313,6 @@ def _kind(device: str) -> str:
     )
 
 
-QUALITY = ("tok/s", "x16 tok/s", "perplexity", "ratio", "top-1", "logprob error")
-
-
-def quality_cells(r: dict[str, Any], digits: int) -> tuple[str, ...]:
-    """Return speed and quality of one format, as the columns QUALITY name them."""
-    return (
-        f"{r['single_tok_s']['median']:.0f}",
-        f"{r['batch16_tok_s']['median']:.0f}",
-        f"{r['perplexity']:.{digits}f}",
-        f"{r['perplexity_ratio']:.{digits + 1}f}",
-        f"{r['top1']:.1%}",
-        f"{r['logprob_error']:.{digits}f}",
-    )
-
-
 QUANT = EngineOptions(
     max_num_seqs=16, max_model_len=1024, num_gpu_blocks_override=256, enable_prefix_caching=False
 )
@@ -389,16 +335,13 @@ def quant(
     length: Annotated[
         int, option("Tokens of each piece.", None, "N", parser=size, show_default=True)
     ] = 512,
-    picture: Annotated[
-        Path | None,
-        option("Draw size, perplexity and speed in this SVG file.", None, "FILE", "--picture"),
-    ] = None,
+    picture: Picture = None,
     output: Output = None,
     engine: EngineOptions = QUANT,
 ) -> None:
     """Compare weight formats: memory, load time, speed, and perplexity on Python's manual."""
     from octavo.bench import measure_quant as bench
-    from octavo.bench.picture import draw
+    from octavo.bench.result_file import BenchRun
     from octavo.cli.progress import Steps
 
     chosen = tuple(formats.split(",")) if formats else bench.FORMATS
@@ -406,36 +349,13 @@ def quant(
     def load(name: str) -> Any:
         return load_llm(model, engine, quantization=name)
 
-    with Steps() as progress:
+    run = BenchRun("quant", output, model=model or EMBEDDED, passages=passages, length=length)
+    with bench_session(run, picture), Steps() as progress:
         task = progress.add_task("measuring", total=len(chosen))
-        rows = bench.measure(
+        for row in bench.measure(
             load, chosen, repeat, passages, length, lambda name: progress.advance(task)
-        )
-    columns = ("format", "weights", "bytes each", "load s", "ttft ms", *QUALITY)
-    cells = [
-        (
-            r["format"],
-            in_bytes(r["weight_bytes"]),
-            f"{r['bytes_per_weight']:.2f}",
-            f"{r['load_s']:.1f}",
-            f"{r['ttft_s'] * 1e3:.0f}",
-            *quality_cells(r, digits=3),
-        )
-        for r in rows
-    ]
-    table(None, columns, cells)
-    finish(
-        {
-            "bench": "quant",
-            "model": model or EMBEDDED,
-            "passages": passages,
-            "length": length,
-            "formats": rows,
-        },
-        output,
-    )
-    if picture is not None:
-        draw(picture, *bench.panels(rows))
+        ):
+            run.add_row(**row)
 
 
 @app.command()
@@ -460,11 +380,13 @@ def kv(
     length: Annotated[
         int, option("Tokens of each piece.", None, "N", parser=size, show_default=True)
     ] = 512,
+    picture: Picture = None,
     output: Output = None,
     engine: EngineOptions = QUANT,
 ) -> None:
     """Compare KV formats with --kv-cache-dtype auto: memory, speed and perplexity."""
     from octavo.bench.measure_quant import KV_FORMATS, measure
+    from octavo.bench.result_file import BenchRun
     from octavo.cli.progress import Steps
 
     chosen = tuple(formats.split(",")) if formats else KV_FORMATS
@@ -472,9 +394,10 @@ def kv(
     def load(name: str) -> Any:
         return load_llm(model, engine, kv_cache_dtype=name)
 
-    with Steps() as progress:
+    run = BenchRun("kv", output, model=model or EMBEDDED, passages=passages, length=length)
+    with bench_session(run, picture), Steps() as progress:
         task = progress.add_task("measuring", total=len(chosen))
-        rows = measure(
+        for row in measure(
             load,
             chosen,
             repeat,
@@ -482,29 +405,8 @@ def kv(
             length,
             lambda name: progress.advance(task),
             plain="auto",
-        )
-    columns = ("KV", "bytes a token", "of auto", *QUALITY)
-    auto = rows[0]["kv_bytes_per_token"]
-    cells = [
-        (
-            r["format"],
-            f"{r['kv_bytes_per_token']:,}",
-            f"{r['kv_bytes_per_token'] / auto:.3f}",
-            *quality_cells(r, digits=4),
-        )
-        for r in rows
-    ]
-    table(None, columns, cells)
-    finish(
-        {
-            "bench": "kv",
-            "model": model or EMBEDDED,
-            "passages": passages,
-            "length": length,
-            "formats": rows,
-        },
-        output,
-    )
+        ):
+            run.add_row(**row)
 
 
 @app.command()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
-from octavo.cli.bench import ModelOrShape, app, load_shape
+from octavo.cli.bench import ModelOrShape, app
 from octavo.cli.bench_session import Picture, Rounds, bench_session
 from octavo.cli.options import Model, Output, command, load_llm, option, size
 from octavo.config import EMBEDDED
@@ -33,6 +33,7 @@ def memory(
     from octavo.assemble import pick_device
     from octavo.bench.ablation import SCALES, WORKLOADS
     from octavo.bench.memory_use import WORKLOAD, MemoryBench
+    from octavo.bench.model_shapes import load_shape
     from octavo.bench.result_file import BenchRun
     from octavo.cli.progress import Steps
     from octavo.memory import BLOCK_SIZE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from octavo.cli.bench import ModelOrShape, app, finish, load_shape
+from octavo.cli.bench import ModelOrShape, app, finish
 from octavo.cli.options import Output, command, engine_option, option, size
 from octavo.cli.terminal import say, table
 from octavo.config import EMBEDDED
@@ -53,6 +53,7 @@ def batching_modes(
     engine: EngineOptions = MODES_OPTIONS,
 ) -> None:
     """Compare continuous batching with batches that form and run to their end."""
+    from octavo.bench.model_shapes import load_shape
     from octavo.bench.scheduling import modes as measure
     from octavo.cli.progress import Steps
     from octavo.core.batching import check_batching
@@ -132,6 +133,7 @@ def priority(
     engine: EngineOptions = PRIORITY_OPTIONS,
 ) -> None:
     """Measure the time to first token of urgent requests, on an idle and on a busy engine."""
+    from octavo.bench.model_shapes import load_shape
     from octavo.bench.scheduling import MIN_LOADED, PriorityLoad
     from octavo.bench.scheduling import priority as measure
     from octavo.cli.progress import Steps

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.bench import ModelOrShape, app, finish
+from octavo.cli.bench import ModelOrShape, app
+from octavo.cli.bench_session import Picture, bench_session
 from octavo.cli.options import Output, command, load_llm, option, size
-from octavo.cli.terminal import say, table
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from octavo.bench.http_load import Load
-    from octavo.bench.openai_endpoint import OpenAIEndpoint
+    from octavo.bench.result_file import BenchRun
 
 ServedModel = Annotated[
     str | None,
@@ -74,6 +74,7 @@ def bench_serve(
     repeat: Annotated[
         int, option("Runs per case; the median is reported.", None, "N", show_default=True, min=1)
     ] = 3,
+    picture: Picture = None,
     output: Output = None,
     engine: EngineOptions = SERVE_OPTIONS,
 ) -> None:
@@ -83,54 +84,39 @@ def bench_serve(
     """
 
     from octavo.bench.http_load import Load
-    from octavo.bench.measure_serve import CASES
+    from octavo.bench.measure_serve import CASES, RunningServer, measure
     from octavo.bench.openai_endpoint import OpenAIEndpoint
+    from octavo.bench.result_file import BenchRun
     from octavo.cli.progress import Steps
 
     case_names = cases.split(",")
     if unknown := sorted(set(case_names) - set(CASES)):
         raise InvalidRequest(f"unknown case {', '.join(unknown)}: use {', '.join(CASES)}", "cases")
     load = Load(0, clients=clients, requests=requests, tokens=tokens, prompt=prompt)
-    with Steps() as progress:
+    run = BenchRun("serve", output, model=model or EMBEDDED, url=url, tokens=tokens)
+    with bench_session(run, picture), Steps() as progress:
         task = progress.add_task("starting", total=len(case_names) * repeat)
         advance = lambda: progress.update(task, description="measuring", advance=1)  # noqa: E731
         if url:
             endpoint = OpenAIEndpoint.parse(url, model=served_model, api_key=api_key)
-            results = measure_url(endpoint, load, case_names, repeat, advance)
+            running = RunningServer(endpoint.with_model())
+            for row in measure(running, load, case_names, repeat, advance):
+                run.add_row(**row)
         else:
-            results = measure_new_server(model, engine, load, case_names, repeat, advance)
-    show_results(results, load)
-    finish(
-        {
-            "bench": "serve",
-            "model": model or EMBEDDED,
-            "url": url,
-            "tokens": tokens,
-            "cases": results,
-        },
-        output,
-    )
-    if any(result["wrong"] for result in results):
+            measure_new_server(run, model, engine, load, case_names, repeat, advance)
+    if any(row["wrong"] for row in run.rows):
         raise typer.Exit(1)
 
 
-def measure_url(
-    endpoint: OpenAIEndpoint, load: Load, case_names: list[str], repeat: int, advance: Any
-) -> list[dict[str, Any]]:
-    from octavo.bench.measure_serve import RunningServer, measure
-
-    running = RunningServer(endpoint.with_model())
-    return measure(running, load, case_names, repeat, advance)
-
-
 def measure_new_server(
+    run: BenchRun,
     model: str | None,
     engine: EngineOptions,
     load: Load,
     case_names: list[str],
     repeat: int,
     advance: Any,
-) -> list[dict[str, Any]]:
+) -> None:
     """Start a server for most cases and one that records its times, then run the engine alone."""
     from octavo.bench.measure_serve import CASES, TRACED_CASES, in_process, measure, server
     from octavo.bench.model_shapes import SHAPES, write_directory
@@ -141,7 +127,6 @@ def measure_new_server(
             model = str(Path(scratch) / model)
             engine = replace(engine, load_format="dummy")
             load = replace(load, exact=True)
-        results = []
         for group, trace_name in (
             ([case_name for case_name in case_names if case_name not in TRACED_CASES], None),
             ([case_name for case_name in case_names if case_name in TRACED_CASES], "trace.jsonl"),
@@ -150,8 +135,9 @@ def measure_new_server(
                 with server(
                     model, engine, Path(scratch) / trace_name if trace_name else None
                 ) as running:
-                    results += measure(running, load, group, repeat, advance)
-        if counted_results := [result for result in results if result["case"] not in TRACED_CASES]:
+                    for row in measure(running, load, group, repeat, advance):
+                        run.add_row(**row)
+        if counted_results := [row for row in run.rows if row["case"] not in TRACED_CASES]:
             llm = load_llm(model, engine)
             llm.warm_up()
             # Streaming makes no difference to the engine, so it is not part of the key.
@@ -163,57 +149,3 @@ def measure_new_server(
                 result["device"] = llm.device.type
                 result["in_process_tok_s"] = engine_speeds[load_kind]
                 result["of_in_process"] = result["tok_s"] / result["in_process_tok_s"]
-    return results
-
-
-def show_results(results: list[dict[str, Any]], load: Load) -> None:
-    columns = (
-        *("case", "requests", "requests/s", "tok/s", "in-process", "% of in-process"),
-        *("p50", "p95", "p99 ms", "TTFT p50", "p99 ms"),
-    )
-    rows = []
-    for result in results:
-        engine_cells = ["", ""]
-        if "in_process_tok_s" in result:
-            engine_cells = [f"{result['in_process_tok_s']:,.0f}", f"{result['of_in_process']:.0%}"]
-        latency_cells = [
-            f"{result['latency_ms'].get(quantile, 0):,.1f}" for quantile in ("p50", "p95", "p99")
-        ]
-        first_token_cells = [
-            f"{result['ttft_ms'][quantile]:,.1f}" if result["ttft_ms"] else ""
-            for quantile in ("p50", "p99")
-        ]
-        speed = (f"{result['good']:,}", f"{result['requests_s']:,.1f}", f"{result['tok_s']:,.0f}")
-        rows.append((result["case"], *speed, *engine_cells, *latency_cells, *first_token_cells))
-    say(f"{load.clients} clients, {load.tokens} tokens per reply")
-    table(None, columns, rows)
-    for result in results:
-        cpu_times = ", ".join(
-            f"{process} {microseconds:,.0f}"
-            for process, microseconds in result["cpu_us_a_request"].items()
-            if microseconds
-        )
-        say(f"[dim]{result['case']}: CPU microseconds per request: {cpu_times}[/dim]")
-    for result in results:
-        if "added_ms" not in result:
-            continue
-        time_parts = ", ".join(
-            f"{process} {result[f'{part}_ms']['p50']:.2f} ({result[f'{part}_ms']['p99']:.2f})"
-            for part, process in TIME_PARTS.items()
-        )
-        say(f"{result['case']}: milliseconds to the first byte, p50 (p99): {time_parts}")
-    for result in results:
-        for problem, count in result["wrong"].items():
-            say(
-                f"[bold red]{result['case']}: {count} replies are wrong and do not count[/bold "
-                f"red]: {problem}"
-            )
-
-
-TIME_PARTS = {
-    "in": "way in",
-    "engine": "engine",
-    "picked_up": "queue in the engine",
-    "out": "way out",
-    "added": "added by the server",
-}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.bench import ModelOrShape, app, finish, load_shape
+from octavo.cli.bench import ModelOrShape, app, finish
 from octavo.cli.options import Output, command, fail, flag, option, size, sizes
 from octavo.cli.terminal import say, table
 from octavo.config import EMBEDDED, SpeculativeConfig
@@ -136,6 +136,7 @@ class Bench:
         self, model: str | None, configs: dict[str, SpeculativeConfig]
     ) -> list[dict[str, Any]]:
         from octavo.bench.measure_speculation import measure
+        from octavo.bench.model_shapes import load_shape
 
         llm = load_shape(self._with_pool(), model)
         records = measure(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-from octavo.cli.bench import ModelOrShape, app, load_shape
+from octavo.cli.bench import ModelOrShape, app
 from octavo.cli.bench_serve import PROMPT, ApiKey, ServedModel
 from octavo.cli.bench_session import Picture, bench_session
 from octavo.cli.options import Output, command, option, size
@@ -52,6 +52,7 @@ def sweep(
     engine: EngineOptions = SWEEP,
 ) -> None:
     """Measure throughput and latency against the number of concurrent clients."""
+    from octavo.bench.model_shapes import load_shape
     from octavo.bench.openai_endpoint import OpenAIEndpoint
     from octavo.bench.result_file import BenchRun
     from octavo.bench.sweep import GoodputTarget, InProcess, OverHttp, Sweep

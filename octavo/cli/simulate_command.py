@@ -203,7 +203,7 @@ def _finish(result: dict[str, Any], output: Path | None) -> None:
 
 
 def _load(engine: EngineOptions, model: str) -> LLM:
-    from octavo.cli.bench import load_shape
+    from octavo.bench.model_shapes import load_shape
 
     llm = load_shape(engine, model)
     llm.warm_up()

@@ -176,7 +176,7 @@ def test_kv_formats_are_compared_with_auto(octavo: Octavo, tiny: str) -> None:
         "int8,float16",
     )
     assert result.exit_code == 0, result.stderr
-    rows = json.loads(result.stdout.splitlines()[-1])["formats"]
+    rows = json.loads(result.stdout.splitlines()[-1])["rows"]
     assert [r["format"] for r in rows] == ["auto", "int8", "float16"]
     assert (
         rows[0]["perplexity_ratio"] == 1
@@ -236,7 +236,7 @@ def test_weight_formats_as_a_table_and_as_a_picture(
     small = ("--passages", 1, "--length", 40, "--repeat", 1, "--formats", "int8,int4-g32")
     result = octavo("bench", "quant", tiny, *small, "--picture", tmp_path / "q.svg")
     assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout.splitlines()[-1])["formats"]
+    rows = json.loads(result.stdout.splitlines()[-1])["rows"]
     assert [r["format"] for r in rows] == ["none", "int8", "int4-g32"]
     assert rows[0]["bytes_per_weight"] > rows[1]["bytes_per_weight"] > 1
     shown = [

@@ -31,9 +31,9 @@ def test_percentiles_and_floors_of_each_batch(octavo: Octavo, tiny: str, tmp_pat
     assert result.exit_code == 0, result.output
     r = json.loads(result.stdout.splitlines()[-1])
     assert r == json.loads((tmp_path / "r.json").read_text()) and [
-        one["requests"] for one in r["results"]
+        one["requests"] for one in r["rows"]
     ] == [1, 3]
-    for one in r["results"]:
+    for one in r["rows"]:
         for name in ("ttft", "itl"):
             assert (
                 0

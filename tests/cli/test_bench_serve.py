@@ -134,18 +134,24 @@ def test_chats_are_read_too() -> None:
 
 
 @contextmanager
-def answering(data: bytes | Callable[[int], bytes], hang_up: bool = False) -> Iterator[int]:
+def answering(
+    data: bytes | Callable[[int], bytes], hang_up: bool = False, last: int | None = None
+) -> Iterator[int]:
     """A server that says this to whatever is asked; nothing: it hangs up. A function gets the
-    number of the request. `hang_up`: it closes the connection after each reply."""
+    number of the request. `hang_up`: it closes the connection after each reply. `last`: the number
+    of the request after which it ends."""
     numbers = itertools.count()
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def talk(connection: socket.socket) -> None:
             with connection:
                 while connection.recv(65536):
-                    reply = data if isinstance(data, bytes) else data(next(numbers))
+                    number = next(numbers)
+                    reply = data if isinstance(data, bytes) else data(number)
                     connection.sendall(reply)
-                    if hang_up or not reply:
+                    if number == last:
+                        listening.shutdown(socket.SHUT_RDWR)
+                    if hang_up or not reply or number == last:
                         return
 
         def accept() -> None:
@@ -158,7 +164,8 @@ def answering(data: bytes | Callable[[int], bytes], hang_up: bool = False) -> It
 
         threading.Thread(target=accept, daemon=True).start()
         yield listening.getsockname()[1]
-        listening.shutdown(socket.SHUT_RDWR)
+        if last is None:
+            listening.shutdown(socket.SHUT_RDWR)
 
 
 def test_the_client_asks_each_once_and_counts_the_good_ones() -> None:
@@ -288,7 +295,7 @@ def test_the_command_fails_where_replies_are_wrong(octavo: Octavo) -> None:
     assert "4 replies are wrong and do not count: usage says 2 tokens, not 30" in " ".join(
         result.stdout.split()
     )
-    (case,) = json.loads(result.stdout.splitlines()[-1])["cases"]
+    (case,) = json.loads(result.stdout.splitlines()[-1])["rows"]
     assert case["good"] == 0 and case["tok_s"] == 0
 
 
@@ -323,6 +330,24 @@ def test_an_endpoint_is_read_from_its_url(monkeypatch: pytest.MonkeyPatch) -> No
         == "Bearer given"
     )
     assert OpenAIEndpoint.parse("http://h:9").applied_to(LOAD).path == "/v1/completions"
+
+
+def test_a_server_that_ends_leaves_a_partial_result(octavo: Octavo, tmp_path: Path) -> None:
+    body = b'{"data": [{"id": "m"}]}'
+    models = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+    good = streamed("a", "b", "c")
+
+    # The list of models, two replies to warm up and ten that count. Then the server is gone.
+    with answering(lambda number: good if number else models, last=12) as port:
+        result = octavo(
+            *("bench", "serve", "--url", f"http://127.0.0.1:{port}", "--cases", "stream,one"),
+            *("--clients", 1, "--requests", 1, "--tokens", 3, "--repeat", 1),
+            *("--json", tmp_path / "r.json"),
+        )
+    assert result.exit_code == 2, result.output
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["partial"] is True and "the client ended with 1" in found["stopped"]
+    assert [row["case"] for row in found["rows"]] == ["stream"]
 
 
 def test_bad_arguments(octavo: Octavo) -> None:
@@ -385,7 +410,7 @@ def test_a_model_is_served_and_asked(octavo: Octavo, tiny: str, tmp_path: Path) 
     assert result.exit_code == 0, result.output
     r = json.loads(result.stdout.splitlines()[-1])
     assert r == json.loads((tmp_path / "r.json").read_text())
-    same, distinct, one, burst = r["cases"]
+    same, distinct, one, burst = r["rows"]
     assert (same["good"], distinct["good"], one["good"], burst["good"]) == (6, 60, 1, 320)
     assert (
         same["of_in_process"] > 0
