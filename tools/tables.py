@@ -1,14 +1,16 @@
-"""Writes the tables of README.md and docs/ from the result files in results/.
+"""Writes the tables and pictures of README.md and docs/ from the result files in results/.
 
-    python tools/tables.py            rewrite every generated table
-    python tools/tables.py --check    fail if a page does not match the result files
+    python tools/tables.py            rewrite every generated table and picture
+    python tools/tables.py --check    fail if a page or a picture does not match the result files
 
 A pair of comments in a page marks a table. The lines between them are replaced:
 
     <!-- table: throughput results/throughput-llama-8b.json -->
     <!-- end table -->
 
-A result file is what `octavo bench ... --json FILE` or tests/clients/measure_routers.py writes.
+The first word is a function of this file, or `view` for the tables that the bench itself prints
+(octavo/bench/views.py). PICTURES lists the pictures. A result file is what `octavo bench ... --json
+FILE` or tests/clients/measure_routers.py writes.
 """
 
 from __future__ import annotations
@@ -20,8 +22,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from octavo.bench.picture import svg
+from octavo.bench.seeds import figures_text
+from octavo.bench.views import ResultTable, markdown, source_line, view_of
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A picture, and the result file that it shows.
+PICTURES: dict[str, str] = {}
 MARKED = re.compile(
     r"(?P<begin><!-- table: (?P<kind>\S+) (?P<files>[^>]*?) -->\n)(?P<body>.*?)"
     r"(?P<end><!-- end table -->)",
@@ -30,17 +38,32 @@ MARKED = re.compile(
 Result = dict[str, Any]
 
 
-def markdown(columns: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+def page_table(columns: list[str], rows: list[list[str]], results: list[Result]) -> str:
+    """Return a table, and below it where its results were measured."""
+    return markdown(ResultTable(columns, rows)) + f"\n{source_line(results)}\n"
+
+
+def view(results: list[Result]) -> str:
+    """Return the tables that the bench prints, and its notes."""
+    parts = []
+    for result in results:
+        shown = view_of(result)
+        parts += [markdown(table) for table in shown.tables(result)]
+        parts += [f"{note}\n" for note in shown.notes(result)]
+    return "\n".join([*parts, f"{source_line(results)}\n"])
+
+
+def rows_of(result: Result) -> list[Result]:
+    """Return the rows of a result. Older files call them results."""
+    rows: list[Result] = result.get("rows") or result["results"]
+    return rows
 
 
 def throughput(results: list[Result]) -> str:
     """Return the table of `octavo bench throughput`, with a row for each workload of each model."""
     rows = []
     for result in results:
-        for line in result["results"]:
+        for line in rows_of(result):
             rows.append(
                 [
                     f"{result['model']} {line['workload']}",
@@ -50,14 +73,14 @@ def throughput(results: list[Result]) -> str:
                 ]
             )
     columns = ["workload", "tokens/s", "hardware limit (tokens/s)", "% of hardware limit"]
-    return markdown(columns, rows) + source(results)
+    return page_table(columns, rows, results)
 
 
 def latency(results: list[Result]) -> str:
     """Return the table of `octavo bench latency`, with a row for each number of requests."""
     rows = []
     for result in results:
-        for line in result["results"]:
+        for line in rows_of(result):
             rows.append(
                 [
                     f"{result['model']}, {line['requests']} at once",
@@ -66,7 +89,7 @@ def latency(results: list[Result]) -> str:
                 ]
             )
     columns = ["requests", "time to first token, ms (p50)", "inter-token latency, ms (p50)"]
-    return markdown(columns, rows) + source(results)
+    return page_table(columns, rows, results)
 
 
 def router_latency(results: list[Result]) -> str:
@@ -82,7 +105,7 @@ def router_latency(results: list[Result]) -> str:
         for line in result["latency"]
     ]
     columns = ["router", "median, relative to no router", "median, ms", "p90, ms"]
-    return markdown(columns, rows) + source(results)
+    return page_table(columns, rows, results)
 
 
 def router_policies(results: list[Result]) -> str:
@@ -103,7 +126,7 @@ def router_policies(results: list[Result]) -> str:
         "prompt tokens found in the cache",
         "requests of the busier worker",
     ]
-    return markdown(columns, rows) + source(results)
+    return page_table(columns, rows, results)
 
 
 def router_kill(results: list[Result]) -> str:
@@ -124,20 +147,53 @@ def router_kill(results: list[Result]) -> str:
         "last failure, s after the kill",
         "slowest request, relative to the median before",
     ]
-    return markdown(columns, rows) + source(results)
+    return page_table(columns, rows, results)
 
 
-def source(results: list[Result]) -> str:
-    """Return a line that says when, where and at which commit the results were measured."""
-    origins = []
+def compare(results: list[Result]) -> str:
+    """Return the medians of `octavo bench compare`, with a row for each system."""
+    rows = []
     for result in results:
-        origin = result["provenance"]
-        machine = origin["machine"].get("gpu") or origin["machine"]["cpu"]
-        origins.append(f"{origin['date']}, commit {origin['commit'] or 'unknown'}, {machine}")
-    return "\nMeasured " + "; ".join(dict.fromkeys(origins)) + ".\n"
+        for line in rows_of(result):
+            name = "**Octavo**" if line["name"] == "octavo" else line["name"]
+            rows.append(
+                [
+                    f"{name} {line['version']}",
+                    str(line["weights"]),
+                    *(f"{line[work]['median']:,.0f}" for work in ("decode", "prefill", "streams")),
+                    f"{line['peak_rss_bytes'] / 2**20:,.0f}" if "peak_rss_bytes" in line else "",
+                ]
+            )
+    columns = ["system", "weights", "decode, tok/s", "prefill, tok/s", "16 streams, tok/s"]
+    return page_table([*columns, "memory, MiB"], rows, results)
+
+
+def seeds(results: list[Result]) -> str:
+    """Return the claims of `octavo bench seeds`, with a column for each machine."""
+    machines = []
+    by_claim: dict[str, Result] = {}
+    for result in results:
+        machine = result["provenance"]["machine"]
+        machines.append(
+            machine.get("gpu") or f"{machine['cores']} cores, {machine['instructions']}"
+        )
+        for line in rows_of(result):
+            by_claim.setdefault(line["claim"], line)
+    rows = []
+    for claim, line in by_claim.items():
+        found = [
+            next((figures_text(each) for each in rows_of(result) if each["claim"] == claim), "")
+            for result in results
+        ]
+        rows.append([claim, line["really"], line["fair_run"], *found])
+    columns = ["claim", "what it really was", "the fair run", *machines]
+    return page_table(columns, rows, results)
 
 
 KINDS: dict[str, Callable[[list[Result]], str]] = {
+    "view": view,
+    "compare": compare,
+    "seeds": seeds,
     "throughput": throughput,
     "latency": latency,
     "router-latency": router_latency,
@@ -156,18 +212,32 @@ def fill(text: str) -> str:
     return MARKED.sub(replace_table, text)
 
 
+def draw(result_file: str) -> str:
+    """Return the text of the picture that shows a result."""
+    result = json.loads((ROOT / result_file).read_text())
+    return svg(*view_of(result).panels(result))
+
+
+def stale_files() -> dict[Path, str]:
+    """Return what pages and pictures should contain, for those that differ from it."""
+    wanted = {page: fill(page.read_text(encoding="utf-8")) for page in PAGES}
+    wanted |= {ROOT / picture: draw(result_file) for picture, result_file in PICTURES.items()}
+    return {
+        path: text
+        for path, text in wanted.items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
+
+
 def main() -> int:
-    stale_pages = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        filled = fill(text)
-        if filled != text:
-            stale_pages.append(str(page.relative_to(ROOT)))
-            if "--check" not in sys.argv:
-                page.write_text(filled, encoding="utf-8")
-    if stale_pages:
-        print("differs from results/: " + ", ".join(stale_pages))
-    return int(bool(stale_pages) and "--check" in sys.argv)
+    stale = stale_files()
+    if "--check" not in sys.argv:
+        for path, text in stale.items():
+            path.write_text(text, encoding="utf-8")
+    if stale:
+        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+        print(f"differs from results/: {names}")
+    return int(bool(stale) and "--check" in sys.argv)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ VIEWS = {
     "decoding": "octavo.bench.decoding",
     "transports": "octavo.bench.transports",
     "serve": "octavo.bench.measure_serve",
+    "seeds": "octavo.bench.seeds",
     "throughput": "octavo.bench.throughput",
     "latency": "octavo.bench.latency",
     "quant": "octavo.bench.measure_quant",

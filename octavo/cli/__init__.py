@@ -20,6 +20,7 @@ from octavo.cli import (
     bench_eviction,
     bench_lab,
     bench_latency,
+    bench_report,
     bench_scheduling,
     bench_serve,
     bench_speculation,
@@ -42,6 +43,7 @@ from octavo.cli.vllm_flags import VllmCommand
 # These modules and bench.py add their commands to one group.
 BENCHES = (
     bench_latency,
+    bench_report,
     bench_scheduling,
     bench_eviction,
     bench_lab,
