@@ -570,6 +570,22 @@ class EngineOptions:
             check=path,
         ),
     ] = None
+    record_events: Annotated[
+        str | None,
+        Option(
+            "Record every event of the engine in this file, for octavo replay.",
+            "Scheduling",
+            metavar="FILE",
+            check=path,
+        ),
+    ] = None
+    show_text: Annotated[
+        bool,
+        Option(
+            "Show prompts and replies on the live page, and write them to --record-events.",
+            "Safety",
+        ),
+    ] = False
 
     pooler_config: Annotated[
         PoolerConfig | None,
@@ -767,6 +783,8 @@ class EngineKeywords(TypedDict, total=False):
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None
     record_trace: str | os.PathLike[str] | None
     pooler_config: PoolerConfig | dict[str, Any] | None
+    record_events: str | os.PathLike[str] | None
+    show_text: bool
     logits_processors: tuple[Any, ...] | list[Any]
     profiler_config: ProfilerConfig | dict[str, Any] | None
 

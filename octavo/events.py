@@ -1,12 +1,13 @@
-"""What happens in an engine, as typed events. Counters for metrics, the live page, the trace
-recorder, hang detection and benchmarks listen to them; the engine knows none of these. Parts of the
-core that measure step times (StepShaper, TierIndex, Speculation) listen too.
+"""What happens in an engine, as typed events. Counters for metrics, the event stream of the live
+page and of recordings, the trace recorder, hang detection and benchmarks listen to them; the engine
+knows none of these. Parts of the core that measure step times (StepShaper, TierIndex, Speculation)
+listen too.
 
 A part of the engine that has something to report asks first whether anything listens, so that an
 event nobody wants is not even built:
 
     if Preempted in events.listeners:
-        events.emit(Preempted(seq, reason))
+        events.emit(Preempted(seq, reason, beneficiary))
 
 Every event has a `number`, which counts the events of the log, and the `step` that was planned last
 when it happened. Listeners are called at once, in the engine's thread, in the order of the numbers.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from octavo.types import Plan, Sequence, StepResult
 
@@ -44,12 +45,32 @@ class Forked(NamedTuple):
     step: int = 0
 
 
+class GuideStarted(NamedTuple):
+    """The structured output of a request is being compiled. The request is queued afterwards."""
+
+    request_id: str
+    prompt_len: int
+    number: int = 0
+    step: int = 0
+
+
+class RequestRefused(NamedTuple):
+    """A request was refused: it can never run, or the server had no room for it."""
+
+    request_id: str
+    reason: str
+    number: int = 0
+    step: int = 0
+
+
 class Admitted(NamedTuple):
     """A waiting sequence got a batch slot, for the first time or after a preemption."""
 
     seq: Sequence
     num_tokens: int  # known tokens
     cached_tokens: int  # of these, found in the prefix cache
+    match_end: str  # why no more of them were found
+    missing_hash: bytes  # content of the first block that was not found; empty: there is none
     number: int = 0
     step: int = 0
 
@@ -60,6 +81,26 @@ class NotAdmitted(NamedTuple):
 
     seq: Sequence
     reason: str
+    needed_blocks: int  # free blocks that its admission takes; 0: the plan has not counted them
+    waits_for: int  # Sequence.id of the sequence that computes its prefix; 0: none
+    number: int = 0
+    step: int = 0
+
+
+class NotPlanned(NamedTuple):
+    """A running sequence computes nothing in this step. It keeps its batch slot and blocks."""
+
+    seq: Sequence
+    reason: str
+    needed_blocks: int  # blocks that its next chunk lacks; 0: it lacks no blocks
+    number: int = 0
+    step: int = 0
+
+
+class KVForgotten(NamedTuple):
+    """The KV cache is turned off: a sequence computes all of its tokens again in the next step."""
+
+    seq: Sequence
     number: int = 0
     step: int = 0
 
@@ -68,6 +109,7 @@ class StepPlanned(NamedTuple):
     """A step is about to be launched."""
 
     plan: Plan
+    token_budget: int  # tokens that the step may have
     number: int = 0
     step: int = 0
 
@@ -78,6 +120,28 @@ class StepLanded(NamedTuple):
     plan: Plan
     result: StepResult
     seconds: float  # since its plan began, or since the step before it landed
+    number: int = 0
+    step: int = 0
+
+
+class StepTimestamps(NamedTuple):
+    """When the host worked on a step, on the scheduler's clock. With several steps in flight, the
+    host works on other steps between the launch and the wait."""
+
+    started: float  # its plan began
+    planned: float
+    launched: float
+    wait_began: float
+    landed: float
+    committed: float
+
+
+class StepCommitted(NamedTuple):
+    """The results of a step are in the scheduler's state."""
+
+    plan: Plan
+    result: StepResult
+    times: StepTimestamps
     number: int = 0
     step: int = 0
 
@@ -96,6 +160,7 @@ class Preempted(NamedTuple):
 
     seq: Sequence
     reason: str
+    beneficiary: Sequence | None  # the sequence that it made room for, if it was one
     number: int = 0
     step: int = 0
 
@@ -122,17 +187,47 @@ class BlocksShared(NamedTuple):
     """A sequence took references to existing blocks: cached ones, or those of its parent."""
 
     seq: Sequence
+    blocks: list[int]  # its block table; 0 for a block that is loaded from a lower tier
+    number: int = 0
+    step: int = 0
+
+
+class BlocksAllocated(NamedTuple):
+    """Blocks were taken off the free list."""
+
+    seq: Sequence | None  # None: for contents that come from disk and belong to no sequence yet
+    first: int  # place of the first one in the block table; 0 without a sequence
     blocks: list[int]
     number: int = 0
     step: int = 0
 
 
 class BlockCopied(NamedTuple):
-    """A sequence must write to a shared block, and copies it first."""
+    """A sequence must write to a shared block, and copies it first. It holds the copy from now on,
+    and has released its reference to the source."""
 
     seq: Sequence
     source: int
     target: int
+    number: int = 0
+    step: int = 0
+
+
+class BlockDropped(NamedTuple):
+    """Bounded KV was full: a block left the block table of its sequence, and the blocks behind it
+    move up."""
+
+    seq: Sequence
+    block: int
+    number: int = 0
+    step: int = 0
+
+
+class BlocksReleased(NamedTuple):
+    """A sequence gave up its references to blocks, the last block of its table first."""
+
+    seq: Sequence | None  # None: likewise as in BlocksAllocated
+    blocks: list[int]
     number: int = 0
     step: int = 0
 
@@ -169,6 +264,17 @@ class TierStored(NamedTuple):
 
     tier: str  # host or disk
     content_hash: bytes
+    block: int  # device block it is copied from; 0 for disk
+    host_block: int  # -1 for disk
+    number: int = 0
+    step: int = 0
+
+
+class TierRequested(NamedTuple):
+    """A content was requested from disk."""
+
+    content_hash: bytes
+    host_block: int  # where it is read to
     number: int = 0
     step: int = 0
 
@@ -178,6 +284,51 @@ class TierLoaded(NamedTuple):
 
     tier: str  # host or disk
     content_hash: bytes
+    host_block: int
+    block: int  # device block it is copied to; 0 for disk
+    number: int = 0
+    step: int = 0
+
+
+class TierReady(NamedTuple):
+    """The content of a host block is complete and can be found."""
+
+    content_hash: bytes
+    host_block: int
+    number: int = 0
+    step: int = 0
+
+
+class TierDropped(NamedTuple):
+    """A lower tier no longer has a content: it was evicted, could not be stored or is not valid."""
+
+    tier: str  # host or disk
+    content_hash: bytes
+    host_block: int  # -1 for disk
+    number: int = 0
+    step: int = 0
+
+
+class DiskListed(NamedTuple):
+    """The disk has listed its contents, which replace what was known of it."""
+
+    num_contents: int
+    number: int = 0
+    step: int = 0
+
+
+class RehearsalEnded(NamedTuple):
+    """Steps were run to which nothing listened. Whatever follows the engine by its events must read
+    its state again."""
+
+    number: int = 0
+    step: int = 0
+
+
+class SettingsChanged(NamedTuple):
+    """Settings of the scheduler were changed while it runs."""
+
+    settings: dict[str, Any]  # all that may be changed
     number: int = 0
     step: int = 0
 
@@ -185,21 +336,35 @@ class TierLoaded(NamedTuple):
 Event = (
     Arrived
     | Forked
+    | GuideStarted
+    | RequestRefused
     | Admitted
     | NotAdmitted
+    | NotPlanned
+    | KVForgotten
     | StepPlanned
     | StepLanded
+    | StepCommitted
     | StepFailed
     | Preempted
     | Finished
     | Failed
     | BlocksShared
+    | BlocksAllocated
     | BlockCopied
+    | BlockDropped
+    | BlocksReleased
     | BlockPublished
     | BlockEvicted
     | CacheCleared
     | TierStored
+    | TierRequested
     | TierLoaded
+    | TierReady
+    | TierDropped
+    | DiskListed
+    | RehearsalEnded
+    | SettingsChanged
 )
 Listener = Callable[[Event], None]
 
@@ -227,7 +392,8 @@ class EventLog:
 
     def emit(self, event: Event) -> None:
         self.number += 1
-        stamped = event._replace(number=self.number, step=self.step)
+        # Like _replace(number=..., step=...), which takes three times as long.
+        stamped = tuple.__new__(type(event), (*event[:-2], self.number, self.step))
         for listener in self.listeners.get(type(event), ()):
             listener(stamped)
 

@@ -41,6 +41,7 @@ from octavo.assemble import (
 from octavo.collect import Collector
 from octavo.config import ModelConfig, ScheduleConfig
 from octavo.core.engine import Engine
+from octavo.core.event_recorder import EventRecorder
 from octavo.core.trace import Recorder
 from octavo.engine_options import (
     LOADING_OPTIONS,
@@ -49,6 +50,7 @@ from octavo.engine_options import (
     from_keywords,
 )
 from octavo.errors import InvalidRequest
+from octavo.event_streams import StreamFactory, StreamText
 from octavo.generation_config import default_sampling, read_generation_config
 from octavo.llm_metrics import Metric, RequestTotals
 from octavo.outputs import (
@@ -182,8 +184,12 @@ class LLM:
             ranks=self.ranks,
         )
         recorder = None if options.record_trace is None else Recorder(options.record_trace)
+        self.streams = self._stream_factory()
         # Not a method of this object: a reference cycle would keep the memory of a deleted LLM.
-        new_engine = functools.partial(self._engines.new_engine, self.schedule, recorder)
+        new_engine = functools.partial(
+            self.streams.record,
+            functools.partial(self._engines.new_engine, self.schedule, recorder),
+        )
         self.loop = RequestLoop(new_engine, self.tokenizer)
         self.reader = PromptReader(self.tokenizer, options.parse_special)
         self.guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
@@ -194,6 +200,21 @@ class LLM:
         if self.runner.tier_store is not None or self.ranks is not None:
             # Blocks that wait to be written are written when the interpreter ends, too.
             self._close = weakref.finalize(self, close_runner, self.runner, self.ranks)
+
+    def _stream_factory(self) -> StreamFactory:
+        options = self.options
+        about = {
+            "architecture": self.config.architecture,
+            "dtype": str(self.model_dtype).removeprefix("torch."),
+            "device": str(self.device),
+        }
+        text = None
+        if options.show_text and self.tokenizer is not None:
+            text = StreamText(self.tokenizer)
+        recorder = None
+        if options.record_events is not None:
+            recorder = EventRecorder(options.record_events)
+        return StreamFactory(about, text, recorder)
 
     def with_options(self, **changes: Any) -> LLM:
         """Return another LLM with some options changed. It shares the weights and has its own KV

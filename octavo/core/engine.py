@@ -19,7 +19,14 @@ from typing import NamedTuple, Protocol
 
 from octavo.core.scheduler import Scheduler
 from octavo.errors import DeviceOutOfMemory
-from octavo.events import StepFailed, StepLanded, StepPlanned
+from octavo.events import (
+    RehearsalEnded,
+    StepCommitted,
+    StepFailed,
+    StepLanded,
+    StepPlanned,
+    StepTimestamps,
+)
 from octavo.types import HostTime, Output, Plan, Request, StepResult
 
 log = logging.getLogger(__name__)
@@ -43,6 +50,8 @@ class StepInFlight(NamedTuple):
     plan: Plan
     handle: Handle
     started_at: float
+    planned_at: float
+    launched_at: float
 
 
 class Engine:
@@ -92,6 +101,8 @@ class Engine:
             counters.cached_tokens = cached_tokens
             if speculation is not None and drafts is not None:
                 speculation.counters = drafts
+            if RehearsalEnded in self.events.listeners:
+                self.events.emit(RehearsalEnded())
 
     def step(self) -> list[Output]:
         """Launch the next step, if there is one, then commit the oldest result that is due."""
@@ -106,16 +117,19 @@ class Engine:
         planned_at = clock()
         host_time.plans += 1
         host_time.plan += planned_at - started_at
+        handle: Handle | None = None
         if plan.has_work:
             if StepPlanned in self.events.listeners:
-                self.events.emit(StepPlanned(plan))
+                self.events.emit(StepPlanned(plan, self.scheduler.token_budget))
             try:
-                self.in_flight.append(StepInFlight(plan, self.runner.launch(plan), started_at))
+                handle = self.runner.launch(plan)
             except BaseException as error:
                 return self._fail(plan, error)
         elif not self.in_flight and self.scheduler.waiting:
             self.sleep(POLL_SECONDS)
         launched_at = clock()
+        if handle is not None:
+            self.in_flight.append(StepInFlight(plan, handle, started_at, planned_at, launched_at))
         host_time.launch += launched_at - planned_at
         if not self.in_flight or (len(self.in_flight) < self.depth and plan.has_work):
             return []
@@ -131,7 +145,12 @@ class Engine:
         if StepLanded in self.events.listeners:
             self.events.emit(StepLanded(step.plan, result, seconds))
         outputs = self.scheduler.commit(step.plan, result)
-        host_time.commit += clock() - landed_at
+        committed_at = clock()
+        host_time.commit += committed_at - landed_at
+        if StepCommitted in self.events.listeners:
+            host_times = (step.started_at, step.planned_at, step.launched_at)
+            times = StepTimestamps(*host_times, launched_at, landed_at, committed_at)
+            self.events.emit(StepCommitted(step.plan, result, times))
         return outputs
 
     def _fail(self, plan: Plan, error: BaseException) -> list[Output]:

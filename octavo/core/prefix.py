@@ -17,7 +17,7 @@ from typing import NamedTuple
 from octavo.config import CacheConfig
 from octavo.core.blocks import BlockPool, FullBlock, chain_hash, root_hash
 from octavo.core.tier_index import TierIndex
-from octavo.events import BlocksShared
+from octavo.events import BlocksAllocated, BlocksShared
 from octavo.types import DiskWait, Plan, Sequence, StepResult
 
 
@@ -69,7 +69,7 @@ class PrefixCache:
 
     def match(self, seq: Sequence) -> Match | None:
         """Find the known prefix. None: another sequence is computing most of the rest."""
-        if not self._may_match(seq):
+        if not self.may_match(seq):
             return Match([], [])
         num_full = (len(seq.tokens) - 1) // self.block_size  # always leave a token to compute
         self.extend_hashes(seq, num_full)
@@ -86,7 +86,7 @@ class PrefixCache:
             return None
         return Match(blocks, loads)
 
-    def _may_match(self, seq: Sequence) -> bool:
+    def may_match(self, seq: Sequence) -> bool:
         return self.enabled and not seq.needs_all_positions
 
     def waits_for_disk(self, seq: Sequence) -> bool:
@@ -107,7 +107,7 @@ class PrefixCache:
         compute in the same time. Blocks that cannot be promoted for lack of room are removed from
         the match: the sequence computes them."""
         tiers = self.tiers
-        if tiers is None or not self._may_match(seq):
+        if tiers is None or not self.may_match(seq):
             return None
         waits = tiers.request_fetches(seq, match.blocks, match.loads, self.pool, plan, reserved)
         num_promoted = tiers.promote(seq, self.pool, plan, reserved)
@@ -131,12 +131,14 @@ class PrefixCache:
         seq.block_table = [self.pool.acquire(block) if block else 0 for block in match.blocks]
         events = self.pool.events
         if BlocksShared in events.listeners and any(match.blocks):
-            events.emit(BlocksShared(seq, [block for block in match.blocks if block]))
+            events.emit(BlocksShared(seq, list(match.blocks)))
         for logical_block, host_block in match.loads:
             assert self.tiers is not None
             block = self.pool.allocate()
-            self.tiers.load(host_block, block, plan)
             seq.block_table[logical_block] = block
+            if BlocksAllocated in events.listeners:
+                events.emit(BlocksAllocated(seq, logical_block, [block]))
+            self.tiers.load(host_block, block, plan)
         seq.planned = len(match.blocks) * self.block_size
         seq.computed = seq.planned
         # Loaded blocks are published when their step is committed.

@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import merge
 
 from octavo.config import CacheConfig, ScheduleConfig
@@ -48,18 +48,13 @@ from octavo.core.prompt_results import add_states, pooled_output, store_prompt_l
 from octavo.core.queues import Queues, by_rank, fill_slot
 from octavo.core.repetition import REPETITION_DETECTED, is_repeating
 from octavo.core.request_checks import new_sequence
+from octavo.core.scheduler_reports import SchedulerReports
 from octavo.core.speculation import Speculation, StepDrafts, allowed_drafts, useful_drafts
 from octavo.core.step_shape import StepShape, StepShaper, piggybacks
-from octavo.core.tables import blocks_to_admit, drop_block, reserve, tokens_to_prefill
+from octavo.core.tables import blocks_to_admit, drop_block, grow_table, reserve, tokens_to_prefill
 from octavo.errors import GuideError, InvalidRequest, NotANumber
 from octavo.events import (
-    Admitted,
-    Arrived,
     EventLog,
-    Failed,
-    Finished,
-    NotAdmitted,
-    Preempted,
     StepLanded,
 )
 from octavo.types import (
@@ -88,7 +83,6 @@ class StepFill:
     # A sequence was preempted for lack of a block, so none is admitted: no victim comes right back.
     preempted: bool = False
     blocked: bool = False  # a sequence lacked blocks, so none behind it is admitted
-    left_waiting: set[int] = field(default_factory=set)  # Sequence.id that NotAdmitted has named
 
     @property
     def closed(self) -> bool:
@@ -127,11 +121,13 @@ class Scheduler:
         self.queues = Queues(self.policy, schedule.max_num_seqs, piggybacks(schedule))
         self.groups = SequenceGroups(self.queues, self.pool)
         self.shaper = StepShaper(schedule, self.queues, self.prefix)
+        self.reports = SchedulerReports(self.events, self.queues, self.prefix, self.shaper)
         self.speculation: Speculation | None = None
         if schedule.speculative is not None:
             self.speculation = Speculation(schedule.speculative)
             self.events.subscribe(self.speculation.learn, StepLanded)
         self.arrivals = 0
+        self.token_budget = schedule.max_num_batched_tokens  # of the latest plan
         # Waiting sequences lack slots, blocks or a batch, not just the next step.
         self.saturated = False
         self.counters = Counters()
@@ -157,24 +153,27 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest for one that can never run."""
-        if request.id in self.sequences_by_request:
-            raise InvalidRequest(f"request id {request.id!r} is already running", "request_id")
         arrival_number = self.arrivals + 1
-        seq = new_sequence(
-            request=request,
-            id=next(self.groups.ids),
-            seed=child_seed(self.seed, arrival_number),
-            cache=self.cache,
-            schedule=self.schedule,
-            vocab_size=self.vocab_size,
-            eos_ids=self.eos_ids,
-        )
+        try:
+            if request.id in self.sequences_by_request:
+                raise InvalidRequest(f"request id {request.id!r} is already running", "request_id")
+            seq = new_sequence(
+                request=request,
+                id=next(self.groups.ids),
+                seed=child_seed(self.seed, arrival_number),
+                cache=self.cache,
+                schedule=self.schedule,
+                vocab_size=self.vocab_size,
+                eos_ids=self.eos_ids,
+            )
+        except InvalidRequest as error:
+            self.reports.refused(request, error)
+            raise
         self.arrivals = arrival_number
         seq.queued_at = self.clock()
         self.queues.enqueue(seq, arrival_number)
         self.groups.add(seq)
-        if Arrived in self.events.listeners:
-            self.events.emit(Arrived(seq))
+        self.reports.arrived(seq)
 
     def abort(
         self,
@@ -276,16 +275,17 @@ class Scheduler:
         if not self.cache.keeps_kv:
             self._forget_kv()
         shape = self.shaper.shape(self.counters.plans)
-        for victim in shape.victims:
-            self._preempt(victim, reasons.URGENT_REQUEST)
+        self.token_budget = shape.token_budget
+        for victim, beneficiary in shape.victims:
+            self._preempt(victim, reasons.URGENT_REQUEST, beneficiary)
+        self.reports.begin_plan(shape)
         plan = Plan(self.counters.plans)
         self.groups.fill_stale_slots(plan)
         fill = StepFill(plan, shape, shape.token_budget)
         self._plan_decoding(fill)
         self._admit_short_prompts(fill)
         self._plan_prompts(fill)
-        if self.waiting and NotAdmitted in self.events.listeners:
-            self._report_first_waiting(fill)
+        self.reports.first_untried(shape, fill.preempted, fill.blocked)
         forms_batches = self.shaper.batches.form_batch is not None
         lacks_room = fill.closed or not self.queues.free_slots
         self.saturated = bool(self.waiting) and (lacks_room or forms_batches)
@@ -300,6 +300,7 @@ class Scheduler:
         stay, and the next steps overwrite them."""
         for seq in list(self.decoding):
             if seq.planned < len(seq.tokens):  # not a beam that waits for its siblings
+                self.reports.forgot_kv(seq)
                 self.counters.recomputed_tokens += seq.computed
                 seq.computed = 0
                 seq.planned = 0
@@ -404,7 +405,7 @@ class Scheduler:
             candidates = self.decoding[next_index:]
             candidates += [other for other in self.prefilling if other.rank > seq.rank]
             victim = self.policy.victim(candidates) if candidates else seq
-            self._preempt(victim, reasons.NO_FREE_BLOCK)
+            self._preempt(victim, reasons.NO_FREE_BLOCK, beneficiary=seq)
             fill.preempted = True
             if victim is seq:
                 return False
@@ -467,8 +468,9 @@ class Scheduler:
             candidates = self.prefilling[self.prefilling.index(seq) + 1 :]
             if not candidates:
                 fill.blocked = True
+                self.reports.lacks_blocks(seq, num_tokens)
                 return False
-            self._preempt(self.policy.victim(candidates), reasons.NO_FREE_BLOCK)
+            self._preempt(self.policy.victim(candidates), reasons.NO_FREE_BLOCK, beneficiary=seq)
             fill.preempted = True
         self._schedule_chunk(seq, num_tokens, fill.plan)
         fill.tokens_left -= num_tokens
@@ -528,55 +530,25 @@ class Scheduler:
         of sequences that wait for another: sequences with the same first block are not matched
         again in this plan."""
         if not self.shaper.may_admit(seq):
-            self._leave_waiting(seq, self._why_not_ready(seq), fill)
+            self.reports.not_ready(seq)
             return 0
         if awaited and self.pool.block_size < len(seq.tokens):
             self.prefix.extend_hashes(seq, 1)
         if seq.block_hashes and seq.block_hashes[0] in awaited:
-            self._leave_waiting(seq, reasons.SHARED_PREFIX, fill)
+            self.reports.leave_waiting(seq, reasons.SHARED_PREFIX)
             return 0
         match = self.prefix.match(seq)
         if match is None:
             awaited.add(seq.block_hashes[0])
-            self._leave_waiting(seq, reasons.SHARED_PREFIX, fill)
+            self.reports.leave_waiting(seq, reasons.SHARED_PREFIX)
             return 0
         # Promotions leave a free block for the next token of each running sequence.
         num_running = self.schedule.max_num_seqs - len(self.queues.free_slots)
         load_cost = self.prefix.request_from_disk(seq, match, fill.plan, reserved=num_running)
         if load_cost is not None:
-            self._leave_waiting(seq, reasons.DISK_READ, fill)
+            self.reports.leave_waiting(seq, reasons.DISK_READ)
             return load_cost
         return self._admit(seq, match, token_budget, fill)
-
-    def _leave_waiting(self, seq: Sequence, reason: str, fill: StepFill) -> None:
-        """Report that this plan does not admit a sequence, once per plan."""
-        if NotAdmitted in self.events.listeners and seq.id not in fill.left_waiting:
-            fill.left_waiting.add(seq.id)
-            self.events.emit(NotAdmitted(seq, reason))
-
-    def _why_not_ready(self, seq: Sequence) -> str:
-        """Return why a sequence may not be admitted, whatever room there is."""
-        if self.prefix.waits_for_disk(seq):
-            return reasons.DISK_READ
-        return reasons.OTHER_BEAMS if self.shaper.batches.may_admit(seq) else reasons.BATCH_FORMING
-
-    def _report_first_waiting(self, fill: StepFill) -> None:
-        """Report the first sequence that this plan did not try to admit, and the reason."""
-        untried = (seq for seq in self.waiting if seq.id not in fill.left_waiting)
-        seq = next(untried, None)
-        if seq is None:
-            return
-        if not self.queues.free_slots:
-            reason = reasons.NO_FREE_SLOT
-        elif fill.preempted:
-            reason = reasons.AFTER_PREEMPTION
-        elif fill.blocked:
-            reason = reasons.NOT_ENOUGH_BLOCKS
-        elif seq.rank >= fill.shape.admit_before:
-            reason = reasons.AFTER_URGENT
-        else:
-            reason = reasons.NO_TOKENS_LEFT
-        self._leave_waiting(seq, reason, fill)
 
     def _admit(self, seq: Sequence, match: Match, token_budget: int, fill: StepFill) -> int:
         """Give a sequence a slot, its cached blocks, blocks to load into and blocks for its first
@@ -589,21 +561,16 @@ class Scheduler:
         # The last token that a sequence may grow to is sampled and never computed.
         num_positions = seq.position_limit - 1 - num_cached if self.cache.contiguous else num_tokens
         lacks_tokens = wanted > 0 and num_tokens == 0
-        lacks_blocks = blocks_to_admit(self.pool, match.blocks, num_positions) > len(
-            self.pool.free_blocks
-        )
-        if lacks_tokens or lacks_blocks:
+        needed_blocks = blocks_to_admit(self.pool, match.blocks, num_positions)
+        if lacks_tokens or needed_blocks > len(self.pool.free_blocks):
             fill.blocked = True
             reason = reasons.NO_TOKENS_LEFT if lacks_tokens else reasons.NOT_ENOUGH_BLOCKS
-            self._leave_waiting(seq, reason, fill)
+            self.reports.leave_waiting(seq, reason, 0 if lacks_tokens else needed_blocks)
             return 0
         self.queues.start_prefill(seq)
-        if Admitted in self.events.listeners:
-            self.events.emit(Admitted(seq, len(seq.tokens), num_cached))
+        self.reports.admitted(seq, match)
         self.prefix.attach(seq, match, plan)
-        num_blocks = -(-(num_cached + num_positions) // self.pool.block_size)
-        while len(seq.block_table) < num_blocks:
-            seq.block_table.append(self.pool.allocate())
+        grow_table(self.pool, seq, -(-(num_cached + num_positions) // self.pool.block_size))
         if seq.preemptions == 0 and not seq.inherited_tokens:
             seq.cached_tokens = num_cached
             self.counters.queried_tokens += len(seq.tokens)
@@ -680,8 +647,8 @@ class Scheduler:
         seq.planned -= num_drafts - num_accepted
         seq.drafts_in_flight -= num_drafts
         num_blocks = -(-seq.planned // self.pool.block_size)
-        while len(seq.block_table) > num_blocks:
-            self.pool.release(seq.block_table.pop())
+        if len(seq.block_table) > num_blocks:
+            self._release_blocks(seq, num_blocks)
 
     def _commit_tokens(
         self,
@@ -752,19 +719,27 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         """Free slot and blocks. Steps in flight may still write to them, because steps run in
         order on the device."""
-        for block in reversed(seq.block_table):  # prefixes outlive suffixes in the cache
-            self.pool.release(block)
+        self._release_blocks(seq, 0)
         self.prefix.stop_computing(seq)
         self.queues.remove(seq)
-        seq.block_table = []
         seq.steps_in_flight = 0
         seq.drafts_in_flight = 0
         seq.computed = 0
         seq.planned = 0
 
-    def _preempt(self, seq: Sequence, reason: str) -> None:
+    def _release_blocks(self, seq: Sequence, num_kept: int) -> None:
+        """Give up all blocks of a sequence but the first ones."""
+        released = seq.block_table[num_kept:]
+        released.reverse()  # prefixes outlive suffixes in the cache
+        del seq.block_table[num_kept:]
+        for block in released:
+            self.pool.release(block)
+        self.reports.released(seq, released)
+
+    def _preempt(self, seq: Sequence, reason: str, beneficiary: Sequence | None = None) -> None:
         """Put a running sequence back into the queue. Its full blocks stay in the prefix cache
         until their memory is needed."""
+        self.reports.preempted(seq, reason, beneficiary)
         seq.preempted_positions = seq.planned - seq.drafts_in_flight
         seq.disk_wait = DiskWait.NOT_ASKED
         seq.preempt_reason = reason
@@ -775,11 +750,10 @@ class Scheduler:
         seq.preemptions += 1
         self.counters.preemptions += 1
         self.queues.requeue(seq)
-        if Preempted in self.events.listeners:
-            self.events.emit(Preempted(seq, reason))
 
     def _finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
         """End a sequence."""
+        self.reports.ended(seq, reason, error)
         if seq.status is Status.RUNNING:
             self._release(seq)
         elif seq.status is Status.WAITING:
@@ -789,11 +763,6 @@ class Scheduler:
         self.groups.remove(seq)
         if self.speculation is not None and self.speculation.drafter is not None:
             self.speculation.drafter.finished(seq)
-        if error is not None:
-            if Failed in self.events.listeners:
-                self.events.emit(Failed(seq, error))
-        elif Finished in self.events.listeners:
-            self.events.emit(Finished(seq, reason))
 
 
 def may_stop(seq: Sequence) -> bool:

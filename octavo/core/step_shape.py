@@ -30,7 +30,8 @@ class StepShape(NamedTuple):
     admit_before: Rank = (
         LAST_RANK  # waiting sequences with this rank or a later one are not admitted
     )
-    victims: tuple[Sequence, ...] = ()  # to be preempted before the step is filled
+    # (sequence to be preempted before the step is filled, the prompt that it makes room for)
+    victims: tuple[tuple[Sequence, Sequence], ...] = ()
     urgent: tuple[Sequence, ...] = ()  # prompts that other sequences pause for
     urgent_positions: int = 0  # positions planned for the urgent prompts so far
     paused: frozenset[int] = NO_IDS  # Sequence.id: neither prefill nor decode in this step
@@ -126,7 +127,7 @@ class StepShaper:
             token_budget=token_budget,
             short_prompt_share=0.0 if step.urgent else self.short_prompt_share,
             admit_before=step.admit_before,
-            victims=tuple(step.victims),
+            victims=tuple(zip(step.victims, step.beneficiaries, strict=True)),
             urgent=tuple(step.urgent),
             urgent_positions=sum(seq.planned for seq in step.urgent),
             paused=paused,

@@ -15,7 +15,7 @@ import sys
 from octavo.config import CacheConfig
 from octavo.core.blocks import BlockPool
 from octavo.core.bounded_kv import drop_block_tokens, pick_block
-from octavo.events import BlockCopied
+from octavo.events import BlockCopied, BlockDropped, BlocksAllocated
 from octavo.types import Plan, Sequence
 
 # `published_blocks` of a sequence whose KV no longer belongs to a contiguous text.
@@ -66,10 +66,20 @@ def reserve(pool: BlockPool, seq: Sequence, num_tokens: int, plan: Plan) -> bool
         pool.release(source)
         if BlockCopied in pool.events.listeners:
             pool.events.emit(BlockCopied(seq, source, table[index]))
-    for index in range(len(table), last + 1):
-        table.append(pool.allocate())
-        plan.block_appends.append((seq.slot, index, table[index]))
+    first_new = len(table)
+    for index, block in enumerate(grow_table(pool, seq, last + 1), first_new):
+        plan.block_appends.append((seq.slot, index, block))
     return True
+
+
+def grow_table(pool: BlockPool, seq: Sequence, num_blocks: int) -> list[int]:
+    """Allocate blocks until the table has `num_blocks`. Returns the new ones."""
+    first = len(seq.block_table)
+    new_blocks = [pool.allocate() for _ in range(first, num_blocks)]
+    seq.block_table += new_blocks
+    if new_blocks and BlocksAllocated in pool.events.listeners:
+        pool.events.emit(BlocksAllocated(seq, first, new_blocks))
+    return new_blocks
 
 
 def drop_block(pool: BlockPool, cache: CacheConfig, seq: Sequence, plan: Plan) -> bool:
@@ -85,18 +95,21 @@ def drop_block(pool: BlockPool, cache: CacheConfig, seq: Sequence, plan: Plan) -
     freed = pool.ref_counts[table[dropped]] == 1
     if num_shared + 1 > len(pool.free_blocks) + freed:
         return False
-    pool.release(table.pop(dropped))
+    dropped_block = table.pop(dropped)
+    pool.release(dropped_block)
+    if BlockDropped in pool.events.listeners:
+        pool.events.emit(BlockDropped(seq, dropped_block))
     for index in range(dropped, len(table)):
         source = table[index]
         if pool.ref_counts[source] > 1:
             table[index] = pool.allocate()
             plan.copies.append((source, table[index]))
+            pool.release(source)
             if BlockCopied in pool.events.listeners:
                 pool.events.emit(BlockCopied(seq, source, table[index]))
-            pool.release(source)
         pool.unpublish(table[index])
         plan.shifts.append((table[index], pool.block_size))
-    table.append(pool.allocate())
+    grow_table(pool, seq, len(table) + 1)
     drop_block_tokens(seq, dropped, pool.block_size)
     seq.planned -= pool.block_size
     seq.computed = seq.planned

@@ -30,7 +30,19 @@ from typing import NamedTuple
 
 from octavo.core.blocks import BlockPool, FullBlock
 from octavo.core.offload_costs import DISK_RATE, HOST_RATE, OffloadCosts
-from octavo.events import Event, EventLog, StepLanded, TierLoaded, TierStored
+from octavo.events import (
+    BlocksAllocated,
+    BlocksReleased,
+    DiskListed,
+    Event,
+    EventLog,
+    StepLanded,
+    TierDropped,
+    TierLoaded,
+    TierReady,
+    TierRequested,
+    TierStored,
+)
 from octavo.types import DiskEvent, DiskWait, Fetch, Plan, Save, Sequence, StepResult
 
 
@@ -212,6 +224,8 @@ class TierIndex:
         self.fetching[fetch.fetch_id] = fetch
         plan.fetches.append(fetch)
         self.counters.fetches += 1
+        if TierRequested in self.events.listeners:
+            self.events.emit(TierRequested(fetch.hash, host_block))
 
     def load(self, host_block: int, block: int, plan: Plan) -> None:
         """Copy a verified host block to the device. It is pinned until the step has ended."""
@@ -225,7 +239,7 @@ class TierIndex:
         self.counters.loads += 1
         content_hash = self.hashes[host_block]
         if TierLoaded in self.events.listeners and content_hash is not None:
-            self.events.emit(TierLoaded("host", content_hash))
+            self.events.emit(TierLoaded("host", content_hash, host_block, block))
 
     def promote(self, seq: Sequence, pool: BlockPool, plan: Plan, reserved: int) -> int:
         """Copy blocks of a sequence's text that have arrived from disk to the device, in any order.
@@ -243,6 +257,8 @@ class TierIndex:
             if host_block in self.unverified and len(pool.free_blocks) > reserved:
                 self.unverified.remove(host_block)
                 block = pool.allocate()
+                if BlocksAllocated in self.events.listeners:
+                    self.events.emit(BlocksAllocated(None, 0, [block]))
                 self._load(host_block, block, plan)
                 self.promoting[hashes[index]] = block
                 parent = hashes[index - 1] if index else b""
@@ -270,8 +286,10 @@ class TierIndex:
                     self._discard(host_block)
             if host_block in corrupt:
                 self.counters.add_miss("corrupt")
-                self.on_disk.discard(full_block.hash)
+                self._forget_on_disk(full_block.hash)
             pool.release(full_block.block)
+            if BlocksReleased in self.events.listeners:
+                self.events.emit(BlocksReleased(None, [full_block.block]))
             self.settled += 1
 
     # ---- down: device to host memory and disk ----------------------------------------------------
@@ -313,7 +331,7 @@ class TierIndex:
         plan.stores.append((full_block.block, host_block))
         self.counters.stores += 1
         if TierStored in self.events.listeners:
-            self.events.emit(TierStored("host", full_block.hash))
+            self.events.emit(TierStored("host", full_block.hash, full_block.block, host_block))
         if self.has_disk and full_block.hash not in self.on_disk:
             plan.saves.append(Save(host_block, full_block.hash, full_block.tokens))
         return True
@@ -343,11 +361,13 @@ class TierIndex:
     def _handle(self, event: DiskEvent) -> None:
         if event.kind == "listed":
             self.on_disk = set(event.listed_hashes)
+            if DiskListed in self.events.listeners:
+                self.events.emit(DiskListed(len(self.on_disk)))
         elif event.kind == "saved":
             self.on_disk.add(event.hash)
             self.counters.saves += 1
             if TierStored in self.events.listeners:
-                self.events.emit(TierStored("disk", event.hash))
+                self.events.emit(TierStored("disk", event.hash, block=0, host_block=-1))
         elif event.kind == "unsaved":
             self.counters.add_miss(event.reason)
         elif fetch := self.fetching.pop(event.fetch_id, None):
@@ -356,13 +376,13 @@ class TierIndex:
     def _handle_fetch(self, event: DiskEvent, fetch: Fetch) -> None:
         arrived = event.kind == "fetched"
         if arrived and TierLoaded in self.events.listeners:
-            self.events.emit(TierLoaded("disk", fetch.hash))
+            self.events.emit(TierLoaded("disk", fetch.hash, fetch.host_block, block=0))
         if event.seconds:
             self.costs.observe_fetch(event.seconds)
             self.counters.fetch_seconds += event.seconds
         if not arrived:
             self.counters.add_miss(event.reason)
-            self.on_disk.discard(fetch.hash)
+            self._forget_on_disk(fetch.hash)
         elif self.hashes[fetch.host_block] is not None:
             self.unverified.add(fetch.host_block)
         self._finish_filling(fetch.host_block, arrived)
@@ -371,12 +391,18 @@ class TierIndex:
         """Drop bad contents. A copy on disk, or on its way there, may come back; the sequence that
         reads it then invalidates it again."""
         for content_hash in hashes:
-            self.on_disk.discard(content_hash)
+            self._forget_on_disk(content_hash)
             self.promoting.pop(content_hash, None)
             if content_hash in self.ready:
                 self._discard(self.ready[content_hash])
             elif (host_block := self.filling.pop(content_hash, None)) is not None:
                 self._forget_content(host_block)  # _finish_filling frees it
+
+    def _forget_on_disk(self, content_hash: bytes) -> None:
+        if content_hash in self.on_disk:
+            self.on_disk.remove(content_hash)
+            if TierDropped in self.events.listeners:
+                self.events.emit(TierDropped("disk", content_hash, host_block=-1))
 
     def clear(self) -> None:
         """Forget everything in host memory. Blocks being filled are freed afterwards; the disk
@@ -405,6 +431,7 @@ class TierIndex:
                 del self.ready[content_hash]
                 self.unverified.discard(host_block)
                 self.counters.evictions += 1
+                self._forget_content(host_block)
                 return host_block
         return None
 
@@ -422,6 +449,8 @@ class TierIndex:
             del self.filling[content_hash]
             if filled:
                 self.ready[content_hash] = host_block
+                if TierReady in self.events.listeners:
+                    self.events.emit(TierReady(content_hash, host_block))
             else:
                 self._forget_content(host_block)
         self._free_if_unused(host_block)
@@ -436,6 +465,9 @@ class TierIndex:
             self._free_if_unused(host_block)
 
     def _forget_content(self, host_block: int) -> None:
+        content_hash = self.hashes[host_block]
+        if content_hash is not None and TierDropped in self.events.listeners:
+            self.events.emit(TierDropped("host", content_hash, host_block))
         self.hashes[host_block] = None
         self.block_tokens[host_block] = None
 

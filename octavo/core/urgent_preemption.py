@@ -43,6 +43,9 @@ class UrgentStep:
     prompts: list[Sequence] = field(default_factory=list)  # computed in this step
     urgent: list[Sequence] = field(default_factory=list)  # prompts that other sequences pause for
     victims: list[Sequence] = field(default_factory=list)
+    beneficiaries: list[Sequence] = field(
+        default_factory=list
+    )  # the prompt each one makes room for
     released: Counter[int] = field(default_factory=Counter)  # block -> references of the victims
 
 
@@ -183,6 +186,7 @@ class UrgentPreemption:
                 return False
             victim = self.policy.victim(candidates)
             step.victims.append(victim)
+            step.beneficiaries.append(seq)
             step.admit_before = min(step.admit_before, victim.rank)
             step.free_slots += 1
             for block in victim.block_table:

@@ -1,25 +1,41 @@
-// Functions for all panels: canvases in device pixels, the colours of the page, and short numbers.
+// Functions for all views: elements, canvases in device pixels, the colours of the page, numbers and times in words.
 
-let colours = {};
+export const byId = (id) => document.getElementById(id);
 
-function readColours() {
-  const style = getComputedStyle(document.documentElement);
-  const names = ["ink", "dim", "line", "soft", "panel", "accent", "waiting", "prefill", "decode", "alarm", "tier", "free", "cached", "used",
-    "shared", "owner-light", "owner-strong"];
-  colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+export function element(tag, className = "", ...content) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.append(...content.filter((part) => part !== null && part !== undefined));
+  return made;
 }
-readColours();
+
+export const setText = (node, text) => node.textContent !== text && (node.textContent = text);
+
+// ---- colours and canvases ---------------------------------------------------------------------------
+
+let style = getComputedStyle(document.documentElement);
+let known = new Map();
+
+// Returns a colour of page.css by its name.
+export function colour(name) {
+  if (!known.has(name)) known.set(name, style.getPropertyValue(`--${name}`).trim());
+  return known.get(name);
+}
+
+const themeListeners = [];
+export const onTheme = (listener) => themeListeners.push(listener);
+export function readColours() {
+  style = getComputedStyle(document.documentElement);
+  known = new Map();
+  for (const listener of themeListeners) listener();
+}
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", readColours);
 
-export const colour = (name) => colours[name];
-
-// Returns a hue for each sequence, as different as possible from the hues of earlier sequences.
-export const ownerColour = (id) => `hsl(${Math.round((id * 137.508) % 360)} ${colours["owner-strong"]} ${colours["owner-light"]})`;
+export const isStill = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 // Returns the context of a canvas, scaled and cleared, and its size in CSS pixels.
 export function prepare(canvas) {
-  const ratio = window.devicePixelRatio || 1;
-  const width = canvas.clientWidth, height = canvas.clientHeight;
+  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
   const pixels = [Math.round(width * ratio), Math.round(height * ratio)];
   if (canvas.width !== pixels[0] || canvas.height !== pixels[1]) [canvas.width, canvas.height] = pixels;
   const context = canvas.getContext("2d");
@@ -28,7 +44,11 @@ export function prepare(canvas) {
   return { context, width, height };
 }
 
+// ---- numbers ----------------------------------------------------------------------------------------
+
 export const count = (n) => Math.round(n).toLocaleString("en");
+export const plural = (n, noun, nouns = `${noun}s`) => `${count(n)} ${n === 1 ? noun : nouns}`;
+export const percent = (part, whole) => (whole ? `${few((100 * part) / whole)} %` : "–");
 
 export function few(n) {
   if (n >= 100000) return `${Math.round(n / 1000)}k`;
@@ -36,31 +56,44 @@ export function few(n) {
   return n >= 10 ? n.toFixed(1) : n.toFixed(n >= 1 || n === 0 ? 1 : 2);
 }
 
-export function duration(seconds) {
+// Returns a number of microseconds as [number, unit].
+export function duration(microseconds) {
+  const seconds = microseconds / 1e6;
   if (seconds >= 100) return [count(seconds), "s"];
-  return seconds >= 1 ? [seconds.toFixed(2), "s"] : [few(seconds * 1000), "ms"];
+  if (seconds >= 1) return [seconds.toFixed(2), "s"];
+  return microseconds >= 1000 ? [few(microseconds / 1000), "ms"] : [few(microseconds), "µs"];
 }
 
-// Shortens an id such as req_1f…-0 to about eight characters, which distinguish the requests on the page.
-export const short = (request, index = 0) => {
+export const spell = (microseconds) => duration(microseconds).join(" ");
+
+// Shortens an id such as req_1f…-0 to about eight characters.
+export function short(request) {
   const [id, which] = request.replace(/^req_/, "").split("-");
-  return `${id.slice(0, 6)}${which && which !== "0" ? `-${which}` : ""}${index ? `.${index}` : ""}`;
-};
-
-const element = (tag, name, text) => Object.assign(document.createElement(tag), { className: name || "", textContent: text ?? "" });
-export { element };
-
-const tip = document.getElementById("tip");
-
-// Shows a tooltip beside the pointer while `words(event)` returns a text.
-export function explain(target, words) {
-  target.addEventListener("pointermove", (event) => {
-    const text = words(event);
-    tip.hidden = !text;
-    if (!text) return;
-    tip.textContent = text;
-    tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
-    tip.style.top = `${Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8)}px`;
-  });
-  target.addEventListener("pointerleave", () => (tip.hidden = true));
+  return `${id.slice(0, 6)}${which && which !== "0" ? `-${which}` : ""}`;
 }
+
+// ---- tips -------------------------------------------------------------------------------------------
+
+const tip = byId("tip");
+
+export function showTip(x, y, text) {
+  tip.hidden = !text;
+  if (!text) return;
+  tip.textContent = text;
+  tip.style.left = `${Math.max(8, Math.min(x + 14, innerWidth - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${y + 18 + tip.offsetHeight > innerHeight ? y - tip.offsetHeight - 10 : y + 18}px`;
+}
+
+export const hideTip = () => (tip.hidden = true);
+
+// Shows a tip beside the pointer while `words(x, y)` returns a text. A tap shows it, too.
+export function explain(target, words) {
+  const show = (event) => {
+    const box = target.getBoundingClientRect();
+    showTip(event.clientX, event.clientY, words(event.clientX - box.left, event.clientY - box.top));
+  };
+  target.addEventListener("pointermove", show);
+  target.addEventListener("pointerdown", show);
+  target.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && hideTip());
+}
+addEventListener("scroll", hideTip, true);

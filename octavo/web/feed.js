@@ -1,5 +1,5 @@
-// The connection to /ws/watch. It asks for a key if the server requires one, and reconnects by itself.
-// A hidden page disconnects, so that the server and the engine do no work for it.
+// The connection to /ws/watch (octavo/serve/endpoints/live_feed.py). It asks for a key if the server requires one, and reconnects by
+// itself. A page that is hidden for a while disconnects, so that the server and the engine do no work for it.
 
 const STORE = "octavo.key";
 let key = sessionStorage.getItem(STORE) || "";
@@ -14,6 +14,7 @@ const visible = () =>
     document.addEventListener("visibilitychange", () => done(), { once: true });
   });
 
+const HIDDEN_SECONDS = 20; // A hidden page disconnects after this time.
 const FORBIDDEN = 4403; // The server closes the connection with this code if the key is not an administrator's.
 
 function askForKey(why) {
@@ -35,7 +36,7 @@ function askForKey(why) {
 // A browser hides the reason why a WebSocket was refused, so an ordinary request checks the key first.
 async function admitted(say) {
   for (;;) {
-    const reply = await fetch("/version", { headers: authorization(), cache: "no-store" });
+    const reply = await fetch(address("version"), { headers: authorization(), cache: "no-store" });
     if (reply.ok) return;
     if (reply.status === 401) {
       say("key", "an API key is required");
@@ -47,34 +48,45 @@ async function admitted(say) {
   }
 }
 
-function watch(show) {
-  const scheme = location.protocol === "https:" ? "wss:" : "ws:";
+// Returns the address of something that the server offers, also if a proxy offers the server below a path.
+export const address = (path) => new URL(path, document.baseURI.replace(/#.*$/, "")).href;
+
+function watch(onState, onLines) {
   const protocols = ["octavo-watch", ...(key ? [`octavo-key.${base64url(key)}`] : [])];
-  const socket = new WebSocket(`${scheme}//${location.host}/ws/watch`, protocols);
-  const leave = () => document.hidden && socket.close();
+  const socket = new WebSocket(address("ws/watch").replace(/^http/, "ws"), protocols);
+  let timer = 0;
+  const leave = () => {
+    clearTimeout(timer);
+    if (document.hidden) timer = setTimeout(() => socket.close(), 1000 * HIDDEN_SECONDS);
+  };
   document.addEventListener("visibilitychange", leave);
   return new Promise((done) => {
-    let frames = 0;
-    socket.onmessage = (event) => {
-      frames += 1;
-      show(JSON.parse(event.data));
+    let messages = 0;
+    socket.onmessage = ({ data }) => {
+      messages += 1;
+      if (data[0] === "{") onState(JSON.parse(data));
+      else onLines(parseLines(data));
     };
     socket.onclose = async (event) => {
+      clearTimeout(timer);
       document.removeEventListener("visibilitychange", leave);
       if (event.code === FORBIDDEN) await askForKey("This page shows all requests, so it requires an administrator's key.");
-      done(frames || event.code === FORBIDDEN);
+      done(messages || event.code === FORBIDDEN);
     };
   });
 }
 
-// Calls show(frame) for each frame, and say(state, words) while there are no frames.
-export async function follow(show, say) {
+// One call for all lines is much faster than one for each.
+export const parseLines = (text) => JSON.parse(`[${text.trimEnd().replaceAll("\n", ",")}]`);
+
+// Calls onState(state of the server) and onLines(lines of the event stream), and say(state, words) while there is no connection.
+export async function follow({ onState, onLines, say }) {
   let wait = 0.5;
   for (;;) {
     await visible();
     try {
       await admitted(say);
-      if (await watch(show)) wait = 0.5;
+      if (await watch(onState, onLines)) wait = 0.5;
     } catch {
       // The server cannot be reached.
     }

@@ -1,40 +1,58 @@
-// The event log, newest first. While it is paused, the button counts new events.
+// The events before the chosen moment, newest first, in the order of their numbers. A click goes to the moment after the event.
 
-import { element } from "/web/draw.js";
+import { chip } from "./colours.js";
+import { byId, count, element } from "./draw.js";
+import { GROUPS, KINDS, describe } from "./words.js";
 
-const LINES = 300;
-const list = document.getElementById("log");
-const button = document.getElementById("pause");
-let held = null; // Lines that have arrived since the log was paused, or null.
+const LINES = 250, SEARCHED = 20000; // Events that are listed, and that are searched for them.
+const list = byId("log");
+const shownGroups = new Set(["requests", "server"]);
+let drawn = ""; // What the list shows now.
+let go = () => {};
 
-button.addEventListener("click", () => {
-  if (held) {
-    const lines = held;
-    held = null;
-    add(lines);
-  } else held = [];
-  button.ariaPressed = String(Boolean(held));
-  label();
-});
-
-const label = () => (button.textContent = held ? (held.length ? `resume (${held.length} new)` : "resume") : "pause");
-
-function add(lines) {
-  const fragment = document.createDocumentFragment();
-  for (const line of lines.slice(-LINES).reverse()) fragment.append(line);
-  list.prepend(fragment);
-  while (list.children.length > LINES) list.lastChild.remove();
+export function onLog(listener) {
+  go = listener;
 }
 
-// Adds events to the log. Each event is [kind, words], and the oldest comes first.
-export function tell(events) {
-  const time = new Date().toLocaleTimeString("en-GB");
-  const lines = events.map(([kind, words]) => {
-    const item = element("li");
-    item.append(element("time", "", time), element("span", `kind k-${kind}`, kind), element("span", "text", words));
-    return item;
+for (const group of GROUPS) {
+  const button = element("button", "", group);
+  button.type = "button";
+  button.ariaPressed = String(shownGroups.has(group));
+  button.addEventListener("click", () => {
+    if (!shownGroups.delete(group)) shownGroups.add(group);
+    button.ariaPressed = String(shownGroups.has(group));
+    drawn = "";
+    go(null);
   });
-  if (!held) return add(lines);
-  held = [...held, ...lines].slice(-LINES);
-  label();
+  byId("filters").append(button);
+}
+
+// `only` is the sequence to which the list is limited, or 0.
+export function drawLog(history, index, names, only = 0) {
+  if (byId("events").hidden || !history.end) return;
+  const key = `${index} ${[...shownGroups]} ${only}`;
+  if (key === drawn) return;
+  drawn = key;
+  const found = [];
+  for (let at = index; at >= Math.max(history.first, index - SEARCHED) && found.length < LINES; at -= 1) {
+    const [group] = KINDS[history.line(at)[0]] ?? [];
+    if (!shownGroups.has(group)) continue;
+    const event = history.event(at);
+    if (only && event.seq !== only) continue;
+    found.push(line(event, at, names));
+  }
+  list.replaceChildren(...found);
+}
+
+function line(event, index, names) {
+  const [group, word] = KINDS[event.kind], seq = names.of(event.seq);
+  const item = element("li", `g-${group} k-${event.kind}`);
+  const number = element("span", "number", count(event.number)), step = element("span", "step", `step ${count(event.step)}`);
+  const text = element("span", "text");
+  if (seq) text.append(chip(seq), " ");
+  text.append(describe(event, (id) => names.letters(id)).replace(seq ? `${names.letters(event.seq)}: ` : "\0", ""));
+  item.append(number, step, element("span", "kind", word), text);
+  item.title = `event ${event.number}, ${(event.time / 1e6).toFixed(3)} s`;
+  item.addEventListener("click", () => go(index));
+  return item;
 }

@@ -1,113 +1,223 @@
-// Passes each frame of the feed to the panels of the page. octavo/serve/endpoints/live_feed.py describes a frame.
+// The page: connects a source of events with the views. A source is the live feed, a recording, or a recording inside this file.
+//
+// All views show one moment, the cursor: a place in the history of events. While the page follows, the cursor is the latest event.
 
-import { showMetrics } from "/web/charts.js";
-import { count, short } from "/web/draw.js";
-import { follow } from "/web/feed.js";
-import { tell } from "/web/log.js";
-import { showPool } from "/web/pool.js";
-import { isMine, showMine } from "/web/prompt.js";
-import { showRequests } from "/web/requests.js";
-import { moved, named, showSteps } from "/web/steps.js";
+import { letters } from "./colours.js";
+import { byId, element, onTheme, plural, readColours, setText } from "./draw.js";
+import { History } from "./history.js";
+import { drawLog, onLog } from "./log.js";
+import { drawMetrics } from "./metrics.js";
+import { followMine, isMine } from "./prompt.js";
+import { drawRequests, onRequests } from "./requests.js";
+import { openSource } from "./source.js";
+import { Spans } from "./spans.js";
+import { drawTimeline, followNow, onTimeline } from "./timeline.js";
+import { bindTransport, drawTransport } from "./transport.js";
+import { drawLegend, drawWall, flash, isFlashing, onWall } from "./wall.js";
+import { drawWhy, onWhy } from "./why.js";
+import { describe, Names } from "./words.js";
 
-const $ = (id) => document.getElementById(id);
-const names = new Map(); // Sequence.id -> [request, index], for the latest thousand sequences
-let state = "";
-let shown = null; // The last view of the current engine process, or null.
+const CALM_MS = 120; // Tables and numbers change at most this often.
 
-const REASONS = {
-  stop: "finished: stop", length: "finished: length", abort: "aborted", error: "failed: the step failed",
-  pruned: "finished: pruned beam", search_over: "finished: beam search",
+export const page = {
+  history: null,
+  spans: null,
+  names: null,
+  state: null, // The state of the engine at the cursor.
+  index: 0, // The cursor.
+  now: 0, // The time at the cursor, in microseconds.
+  follows: true, // The cursor is the latest event.
+  isReplay: false,
+  hidesFuture: true, // The timeline ends at the cursor.
+  selection: { kind: "none" },
+  hovered: 0,
+
+  // Forgets all events, for a source that begins anew.
+  reset() {
+    this.spans = new Spans();
+    this.names = new Names();
+    this.history = new History((event, state) => {
+      this.spans.add(event, state);
+      this.names.add(event, state);
+      if (this.follows) flash(event);
+    });
+    this.state = null;
+    this.index = 0;
+  },
+
+  addLines(lines) {
+    this.history.add(lines);
+    if (this.follows) this.moveTo(this.history.last, true);
+    redraw();
+  },
+
+  // Moves the cursor behind the line with this index.
+  moveTo(index, follows = false) {
+    if (!this.history.end) return;
+    const target = Math.max(this.history.first, Math.min(index, this.history.last));
+    const from = { index: this.index, state: this.state };
+    if (!follows && target > from.index && target - from.index < 400)
+      for (let at = from.index + 1; at <= target; at += 1) if (this.history.line(at)) flash(this.history.event(at));
+    this.state = this.history.stateAt(target, this.state ? from : null);
+    this.index = target;
+    this.follows = follows;
+    this.now = this.history.line(target)[3];
+    if (follows && !this.isReplay) followNow();
+    redraw(!follows);
+  },
+
+  // Moves the cursor by steps. It then stands at the end of a step.
+  moveSteps(number) {
+    const place = this.history.stepAt(this.index), isAtEnd = this.history.endOfStep(place) === this.index;
+    const target = Math.max(0, Math.min(this.history.steps.length - 1, place + number + (number < 0 && !isAtEnd ? 1 : 0)));
+    this.moveTo(this.history.endOfStep(target));
+  },
+
+  select(selection) {
+    this.selection = selection;
+    if (selection.kind !== "none") openTab("why");
+    showLink();
+    redraw(true);
+  },
+
+  findSequence(id) {
+    return this.state?.sequences.get(id) ?? this.state?.ended.findLast((seq) => seq.id === id) ?? null;
+  },
+
+  // Returns the index of the last line up to the end of a step for which `holds` is true, or null.
+  findEvent(holds, step) {
+    for (let at = this.index; at >= this.history.first; at -= 1) {
+      const line = this.history.line(at);
+      if (line[2] <= step && holds(line)) return at;
+    }
+    return null;
+  },
+
+  // Returns the latest events of a sequence, oldest first.
+  eventsOf(id, most) {
+    const found = [], kinds = new Set(["arrived", "forked", "admitted", "waiting", "preempted", "finished", "failed", "copied"]);
+    for (let at = this.index; at >= this.history.first && found.length < most; at -= 1) {
+      const line = this.history.line(at);
+      if (!kinds.has(line[0]) || line[4] !== id) continue;
+      found.unshift({ event: this.history.event(at), index: at });
+      if (line[0] === "arrived" || line[0] === "forked") break;
+    }
+    return found;
+  },
 };
-const PHASES = {
-  starting: "engine starting", importing: "importing", loading: "loading weights", allocating: "allocating the KV cache",
-  warming: "warming up", down: "engine down", ready: "ready",
+page.reset();
+
+// ---- drawing --------------------------------------------------------------------------------------------
+
+let isDirty = false, isUrgent = false, calmAt = 0;
+
+export function redraw(urgent = false) {
+  isUrgent ||= urgent;
+  if (isDirty) return;
+  isDirty = true;
+  requestAnimationFrame(draw);
+}
+
+function draw(time) {
+  isDirty = false;
+  const { state, spans, history, names } = page;
+  if (!state) return;
+  const marks = { selected: page.selection.kind === "sequence" ? page.selection.id : 0, block: page.selection.kind === "block" ? page.selection.block : 0,
+    hovered: page.hovered, isMine };
+  drawWall(state, marks, names);
+  drawTimeline(spans, page.now, marks, page);
+  drawTransport(page);
+  if (isUrgent || time - calmAt > CALM_MS) {
+    isUrgent = false;
+    calmAt = time;
+    drawRequests(state, marks);
+    const blocks = drawMetrics(state, spans, page.now);
+    drawLegend(state, blocks);
+    drawFooter(blocks);
+    drawLog(history, page.index, names, marks.selected);
+    drawWhy(page);
+    followMine(state);
+    drawHead();
+  } else redraw();
+  if (isFlashing()) redraw();
+}
+
+function drawFooter({ used, cached, free, total }) {
+  const holds = used + cached + free === total, { checks } = page.history;
+  setText(byId("sum"), `${used} used + ${cached} cached + ${free} free = ${total} blocks ${holds ? "✓" : "✗"}`);
+  byId("sum").className = holds ? "" : "bad";
+  const words = checks.failed ? `the page differs from the engine: ${checks.found[0]}` : checks.done ? `equals the engine's own state at step ${checks.step} ✓` : "";
+  setText(byId("checked"), words);
+  byId("checked").className = checks.failed ? "bad" : "";
+  setText(byId("seen"), plural(page.history.lines.length, "event"));
+}
+
+function drawHead() {
+  if (!page.isReplay || byId("model").dataset.about === page.state.about.stream) return;
+  const { about } = page.state;
+  byId("model").dataset.about = about.stream;
+  byId("model").replaceChildren(element("b", "", about.model ?? "recording"), ` · ${[about.architecture, about.dtype, about.device].filter(Boolean).join(", ")} · ${new Date(1000 * about.unix_time).toLocaleString()}`);
+}
+
+// ---- tabs, links and keys -------------------------------------------------------------------------------
+
+export function openTab(name) {
+  for (const tab of document.querySelectorAll("[role=tab]")) {
+    const isOpen = tab.getAttribute("aria-controls") === name;
+    tab.ariaSelected = String(isOpen);
+    tab.tabIndex = isOpen ? 0 : -1;
+    byId(tab.getAttribute("aria-controls")).hidden = !isOpen;
+  }
+  redraw(true);
+}
+for (const tab of document.querySelectorAll("[role=tab]")) tab.addEventListener("click", () => openTab(tab.getAttribute("aria-controls")));
+byId("side-panel").addEventListener("keydown", (event) => {
+  if (event.target.role !== "tab" || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
+  event.stopPropagation();
+  const tabs = [...document.querySelectorAll("[role=tab]:not([hidden])")], at = tabs.indexOf(event.target);
+  const next = tabs.at((at + (event.key === "ArrowRight" ? 1 : -1)) % tabs.length);
+  next.focus();
+  next.click();
+});
+
+// The address names the step and the request, so that it can be sent to somebody.
+export function showLink() {
+  const parts = [];
+  if (!page.follows && page.state) parts.push(`step=${page.state.step}`);
+  const seq = page.selection.kind === "sequence" ? page.findSequence(page.selection.id) : null;
+  if (seq) parts.push(`request=${letters(seq.name)}${seq.index ? `.${seq.index}` : ""}`);
+  if (page.selection.kind === "block") parts.push(`block=${page.selection.block}`);
+  history.replaceState(null, "", parts.length ? `#${parts.join("&")}` : location.pathname + location.search);
+}
+
+// Goes to what the address names, as far as the page has it.
+export function followLink() {
+  const wanted = new URLSearchParams(location.hash.slice(1)), step = Number(wanted.get("step"));
+  if (wanted.has("step") && page.history.end) {
+    const place = page.history.placeOfNumber(step);
+    if (place >= 0) page.moveTo(page.history.endOfStep(place));
+  }
+  const name = wanted.get("request");
+  const seq = name && [...page.names.seen.values()].findLast((each) => `${letters(each.name)}${each.index ? `.${each.index}` : ""}` === name);
+  if (seq) page.select({ kind: "sequence", id: seq.id });
+  if (wanted.has("block")) page.select({ kind: "block", block: Number(wanted.get("block")) });
+}
+addEventListener("hashchange", followLink);
+
+const hover = (id) => {
+  if (page.hovered === id) return;
+  page.hovered = id;
+  redraw(true);
 };
-
-function say(kind, words) {
-  $("status").dataset.state = kind;
-  if ($("status-text").textContent !== words) $("status-text").textContent = words;
-  document.body.classList.toggle("stale", kind !== "ready" && kind !== "draining");
-}
-
-function showServer({ server, model }) {
-  const restarting = server.state === "restarting";
-  const phase = PHASES[server.phase] ?? server.phase;
-  const words = {
-    ready: "ready",
-    stalled: "engine stalled: no step for a while",
-    draining: "shutting down: open requests may finish",
-    restarting: `engine restarting: ${phase}`,
-    starting: server.phase === "ready" ? "loading the tokenizer" : phase,
-  }[server.state] ?? server.state;
-  const part = server.progress === undefined ? "" : ` ${Math.round(server.progress * 100)}%`;
-  say(server.state, words + part);
-  $("progress").hidden = server.state === "ready" || server.progress === undefined;
-  $("progress-bar").style.width = `${(server.progress ?? 0) * 100}%`;
-  if (words !== state) {
-    if (state || server.state !== "ready") tell([["server", words]]);
-    state = words;
-  }
-  if (!model) return;
-  const text = `${model.architecture} · ${model.dtype} on ${model.device} · ${count(model.num_blocks)} blocks of ${model.block_size} · ` +
-    `${count(model.max_num_seqs)} batch slots · context ${count(model.max_model_len)} · ` +
-    (model.speculative ? `speculative ${model.speculative} · ` : "") + `Octavo ${server.version}`;
-  if ($("model").dataset.text === text) return;
-  $("model").dataset.text = text;
-  const name = document.createElement("b");
-  name.textContent = server.name;
-  $("model").replaceChildren(name, ` · ${text}`);
-}
-
-// The feed sends arrays. This function names their elements.
-const namedEvent = ([number, step, kind, request, index, tokens, cached, reason, moves]) =>
-  ({ number, step, kind, request, index, tokens, cached, reason, moves });
-
-function wordsOf({ kind, request, index, tokens, cached, reason, moves }) {
-  if (kind === "blocks") return moved(moves).join(", ");
-  const name = short(request, index);
-  if (kind === "done" || kind === "failed") return `${name} ${REASONS[reason] ?? reason}`;
-  if (reason) return `${name}: ${reason}`;
-  return `${name}, ${count(tokens)} tokens${cached ? `, ${count(cached)} cached` : ""}`;
-}
-
-// Returns the events in the order in which they happened. The first entries count what was left out.
-function eventsOf({ gap, view }) {
-  const found = [];
-  if (gap) found.push(["gap", `${count(gap)} frame${gap > 1 ? "s" : ""} skipped: this page is too slow`]);
-  if (view.steps_missed) found.push(["gap", `${count(view.steps_missed)} steps not shown`]);
-  if (view.events_missed) found.push(["gap", `${count(view.events_missed)} events not shown`]);
-  return [...found, ...view.events.map(namedEvent).map((event) => [event.kind, wordsOf(event)])];
-}
-
-// Clears the page when the engine process has ended, because its requests and blocks no longer exist.
-function forget({ time, model }) {
-  const none = shown.used.map(() => 0);
-  const empty = { ...shown, sequences: [], decoding: 0, prefilling: 0, waiting: 0, used: none, shared: none, cached: none, owner: none,
-    ended: [], ended_missed: 0, events: [], events_missed: 0 };
-  showRequests(empty, time, isMine, true);
-  showPool(empty, model, new Set());
-  shown = null;
-}
-
-function show(frame) {
-  showServer(frame);
-  showMetrics(frame);
-  const { view, model } = frame;
-  if (shown && frame.server.state === "restarting") forget(frame);
-  if (!view || !model) return;
-  shown = view;
-  const sequences = showRequests(view, frame.time, isMine);
-  for (const s of sequences) if (s.id) {
-    names.delete(s.id);
-    names.set(s.id, [s.request, s.index]);
-  }
-  for (const id of [...names.keys()].slice(0, Math.max(0, names.size - 1000))) names.delete(id);
-  const steps = view.steps.map(named);
-  showPool.names = names;
-  showPool(view, model, new Set(sequences.filter((s) => isMine(s.request)).map((s) => s.id)));
-  showSteps(steps, model, names);
-  showMine(sequences);
-  tell(eventsOf(frame));
-}
-
-follow(show, say);
+const selectSequence = (id) => page.select({ kind: "sequence", id });
+onRequests({ select: selectSequence, hover });
+onWall({ select: (block) => page.select({ kind: "block", block }), hover, redraw: () => redraw(true) });
+onTimeline({ select: selectSequence, selectStep: (step) => page.select({ kind: "step", step }), hover, redraw: () => redraw(true) });
+onWhy({ go: (index) => page.moveTo(index), select: selectSequence });
+onLog((index) => (index === null ? redraw(true) : page.moveTo(index)));
+onTheme(() => redraw(true));
+bindTransport(page, { openTab, showLink, describe });
+new ResizeObserver(() => redraw(true)).observe(document.querySelector("main"));
+readColours();
+openTab("why");
+openSource(page, { redraw, followLink });

@@ -1,9 +1,8 @@
 // The prompt box. It sends an ordinary request; the page highlights the request by its id.
 
-import { count, duration, few, short } from "/web/draw.js";
-import { authorization } from "/web/feed.js";
+import { byId as $, count, few, short, spell } from "./draw.js";
+import { address, authorization } from "./feed.js";
 
-const $ = (id) => document.getElementById(id);
 const reply = $("reply"), facts = $("facts"), send = $("send");
 let id = null; // The id of the request, after the server has sent it.
 let running = null; // An AbortController while a request is in progress.
@@ -11,18 +10,20 @@ let numbers = {};
 
 export const isMine = (request) => id !== null && request.startsWith(id);
 
-export function showMine(sequences) {
-  const own = sequences.find((s) => isMine(s.request));
-  if (own) numbers = { ...numbers, blocks: own.blocks, cached: own.cached, state: own.state };
-  if (running) tellFacts();
+// Notes what the engine says about the request.
+export function followMine(state) {
+  if (!running) return;
+  for (const seq of state.sequences.values())
+    if (isMine(seq.request)) numbers = { ...numbers, blocks: seq.table.length, cached: seq.cached, state: seq.state };
+  showFacts();
 }
 
-function tellFacts() {
+function showFacts() {
   const parts = id ? [`request ${short(id)}`] : [];
   if (numbers.state && running) parts.push(numbers.state);
   if (numbers.blocks !== undefined) parts.push(`${count(numbers.blocks)} blocks`);
   if (numbers.cached) parts.push(`${count(numbers.cached)} tokens cached`);
-  if (numbers.first) parts.push(`first token ${duration(numbers.first).join(" ")}`);
+  if (numbers.first) parts.push(`first token after ${spell(1e6 * numbers.first)}`);
   if (numbers.tokens > 1 && numbers.seconds) parts.push(`${few((numbers.tokens - 1) / numbers.seconds)} tokens/s`);
   if (numbers.reason) parts.push(`finish reason: ${numbers.reason}`);
   facts.textContent = parts.join(" · ");
@@ -43,19 +44,19 @@ async function* events(body) {
   }
 }
 
-const post = (path, body) => fetch(path, {
+const post = (path, body) => fetch(address(path), {
   method: "POST",
   headers: { "content-type": "application/json", ...authorization() },
   body: JSON.stringify({ ...body, temperature: 0.7, stream: true, stream_options: { include_usage: true } }),
   signal: running.signal,
 });
 
-async function ask(text, max_tokens) {
-  const tokenizer = await fetch("/tokenizer_info", { headers: authorization() }).then((r) => (r.ok ? r.json() : {}));
+async function ask(text, max_tokens, priority) {
+  const tokenizer = await fetch(address("tokenizer_info"), { headers: authorization() }).then((r) => (r.ok ? r.json() : {}));
   const begun = performance.now();
   const found = tokenizer.chat_template === null
-    ? await post("/v1/completions", { prompt: text, max_tokens })
-    : await post("/v1/chat/completions", { messages: [{ role: "user", content: text }], max_tokens });
+    ? await post("v1/completions", { prompt: text, max_tokens, ...priority })
+    : await post("v1/chat/completions", { messages: [{ role: "user", content: text }], max_tokens, ...priority });
   if (!found.ok) throw new Error((await found.json()).error.message);
   id = found.headers.get("x-request-id");
   let first = 0;
@@ -73,7 +74,7 @@ async function ask(text, max_tokens) {
     if (choice?.finish_reason) numbers.reason = choice.finish_reason;
     reply.append(piece);
     reply.scrollTop = reply.scrollHeight;
-    tellFacts();
+    showFacts();
   }
 }
 
@@ -83,20 +84,20 @@ $("form").addEventListener("submit", async (event) => {
   running = new AbortController();
   [id, numbers] = [null, {}];
   reply.textContent = facts.textContent = "";
-  reply.className = "scroll reply";
+  reply.className = "reply";
   send.textContent = "stop";
   try {
-    await ask($("prompt").value || $("prompt").placeholder, Math.max(1, Number($("max-tokens").value) || 128));
+    await ask($("prompt").value || $("prompt").placeholder, Math.max(1, Number($("max-tokens").value) || 128), Number($("priority").value) ? { priority: Number($("priority").value) } : {});
   } catch (error) {
     if (error.name === "AbortError") numbers.reason = "stopped";
     else {
-      reply.className = "scroll reply error";
+      reply.className = "reply error";
       reply.append(`${reply.textContent ? "\n" : ""}${error.message}`);
     }
   }
   running = null;
   send.textContent = "send";
-  tellFacts();
+  showFacts();
 });
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey) {

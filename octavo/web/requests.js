@@ -1,116 +1,133 @@
-// The table of requests. Finished and failed requests stay in the table for a while.
+// The table of requests: live ones in the order of arrival, then the latest that have ended.
 
-import { count, element, ownerColour, short } from "/web/draw.js";
+import { chip, nameOf } from "./colours.js";
+import { byId, count, element, setText, short, spell } from "./draw.js";
+import { countStates } from "./state.js";
+import { FINISH_REASONS } from "./words.js";
 
-const KEPT_SECONDS = 12, KEPT = 30;
-const body = document.getElementById("rows");
-const rows = new Map(); // request and index -> row of the table
-const named = ([id, request, index, state, prompt, generated, limit, computed, cached, blocks, preemptions, reason]) =>
-  ({ id, request, index, state, prompt, generated, limit, computed, cached, blocks, preemptions, reason });
-const FINISH_REASONS = {
-  stop: "stop: end of text or stop string", length: "length: max_tokens reached", abort: "aborted by the client",
-  error: "error: the step failed", lost: "error: the engine process ended",
-  pruned: "beam search continued with better beams", search_over: "beam search finished",
-};
-let done = 0;
+const SHOWN_ENDED = 60;
+const body = byId("rows");
+const rows = new Map(); // key -> row
+let select = () => {};
+let hover = () => {};
 
-const set = (node, text) => node.textContent !== text && (node.textContent = text);
+export function onRequests(listeners) {
+  ({ select, hover } = listeners);
+}
+
+const keyOf = (seq) => (seq.id ? `${seq.id}` : `refused ${seq.request} ${seq.step}`);
 
 function newRow(key) {
-  const tr = element("tr"), cells = Array.from({ length: 7 }, () => element("td"));
-  const swatch = element("i"), name = element("span"), meter = element("div", "meter"), why = element("span", "why");
-  const bars = ["", "p", "c"].map((kind) => element("i", kind));
-  cells[1].className = "id";
-  cells[1].append(swatch, name);
+  const tr = element("tr"), cells = Array.from({ length: 9 }, () => element("td"));
+  const meter = element("div", "meter"), note = element("div", "note");
+  const bars = ["prompt", "generated", "computed", "cached"].map((kind) => element("i", kind));
   meter.append(...bars);
-  cells[2].append(meter, why);
+  cells[2].append(meter, note);
   for (const cell of cells.slice(3)) cell.className = "num";
   tr.append(...cells);
-  const row = { key, tr, cells, swatch, name, meter, bars, why, over: 0 };
-  rows.set(key, row);
+  tr.tabIndex = 0;
+  const row = { key, tr, cells, meter, bars, note, look: "" };
+  tr.addEventListener("click", () => row.seq.id && select(row.seq.id));
+  tr.addEventListener("keydown", (event) => (event.key === "Enter" || event.key === " ") && (event.preventDefault(), row.seq.id && select(row.seq.id)));
+  tr.addEventListener("pointerenter", () => hover(row.seq.id));
+  tr.addEventListener("pointerleave", () => hover(0));
   return row;
 }
 
-function fill(row, s, mine) {
-  row.last = s;
-  row.over = 0;
-  row.cells[0].className = `state ${s.state}`;
-  set(row.cells[0], s.state);
-  set(row.name, short(s.request, s.index));
-  row.name.title = s.request;
-  row.swatch.style.background = s.id && s.state !== "waiting" ? ownerColour(s.id) : "transparent";
-  row.tr.className = mine ? "mine" : "";
-  const waiting = s.state === "waiting";
-  row.meter.hidden = waiting;
-  row.why.hidden = !waiting;
-  set(row.why, s.reason);
-  row.why.title = s.reason;
-  if (!waiting) {
-    const part = (n) => `${Math.min(100, (100 * n) / s.limit).toFixed(1)}%`;
-    [s.computed, Math.min(s.computed, s.prompt), Math.min(s.cached, s.computed)].forEach((n, i) => (row.bars[i].style.width = part(n)));
-    row.meter.title = `${count(s.computed)} of at most ${count(s.limit)} positions`;
+// A plan gives a reason for the requests that it tried, and for the first that it did not try.
+function whyWaiting(seq, state) {
+  if (seq.waits) return seq.waits.reason;
+  const ahead = [...state.sequences.values()].filter((other) => other.waits && other.state === "waiting").at(-1);
+  if (ahead) return `it is behind ${nameOf(ahead)} in the queue`;
+  return seq.preempted ? seq.preempted.reason : "it waits for the next step";
+}
+
+// Returns the state in a word, and what stands below the meter.
+function wordsOf(seq, state) {
+  if (seq.state === "compiling") return ["compiling", "its structured output is compiled"];
+  if (seq.ended !== undefined) {
+    const reason = seq.answer ?? (seq.error || FINISH_REASONS[seq.reason] || seq.reason);
+    const times = seq.first_token ? ` · first token ${spell(seq.first_token - seq.arrival)} · total ${spell(seq.ended - seq.arrival)}` : "";
+    return [seq.state, reason + times];
   }
-  [s.prompt, s.cached, s.generated, s.blocks].forEach((n, i) => set(row.cells[3 + i], waiting && i ? "" : count(n)));
-  row.most = s.limit - s.prompt;
-  if (s.preemptions) row.cells[0].append(element("span", "", ` ↩${s.preemptions > 1 ? s.preemptions : ""}`));
+  if (seq.state === "waiting") {
+    return [seq.preemptions ? "preempted" : "waiting", whyWaiting(seq, state)];
+  }
+  const isPaused = seq.unplanned && seq.unplanned.step === state.step && !state.plan?.items.some((item) => item.id === seq.id);
+  return [isPaused ? "paused" : seq.state, isPaused ? seq.unplanned.reason : ""];
 }
 
-function finish(row, reason, now) {
-  if (row.over) return;
-  row.over = now;
-  row.tr.className = row.tr.className.includes("mine") ? "mine over" : "over";
-  const failed = reason === "error" || reason === "lost";
-  row.cells[0].className = failed ? "state failed" : "state done";
-  set(row.cells[0], failed ? "failed" : reason === "abort" ? "aborted" : "done");
-  row.why.hidden = false;
-  row.meter.hidden = true;
-  set(row.why, FINISH_REASONS[reason] ?? "finished");
-  if (reason === "length") set(row.cells[5], count(row.most)); // The last view is a few steps old.
-  set(row.cells[6], "0");
+const tail = (text, length) => (text.length > length ? `…${text.slice(-length)}` : text);
+
+function fill(row, seq, state, marks) {
+  const [word, why] = wordsOf(seq, state);
+  row.seq = seq;
+  const look = `${seq.label} ${nameOf(seq)} ${seq.request}`;
+  if (row.look !== look) {
+    row.look = look;
+    row.cells[0].replaceChildren(chip(seq), element("span", "id", short(seq.request)));
+    row.cells[0].title = seq.request;
+  }
+  row.tr.className = [marks.selected === seq.id && seq.id ? "selected" : "", marks.hovered === seq.id && seq.id ? "hovered" : "",
+    marks.isMine(seq.request) ? "mine" : "", seq.ended === undefined ? "" : "over"].join(" ");
+  row.cells[1].className = `state ${word}`;
+  setText(row.cells[1], word + (seq.preemptions > 1 ? ` ×${seq.preemptions}` : ""));
+  const limit = Math.max(seq.limit, seq.prompt + seq.generated, 1), part = (n) => `${Math.min(100, (100 * n) / limit).toFixed(2)}%`;
+  const computed = Math.min(seq.computed + seq.dropped, seq.prompt);
+  const widths = [seq.prompt, seq.prompt + seq.generated, seq.ended === undefined ? computed : seq.prompt, Math.min(seq.cached, limit)];
+  row.bars.forEach((bar, i) => (bar.style.width = part(widths[i])));
+  // A request that waits or has ended has no progress to show, but a reason.
+  row.meter.hidden = seq.ended !== undefined || (seq.state === "waiting" && Boolean(why)) || seq.state === "compiling";
+  row.meter.title = `${count(seq.cached)} of ${count(seq.prompt)} prompt tokens cached, ${count(seq.generated)} of at most ${count(limit - seq.prompt)} generated`;
+  const text = why || (seq.reply ? tail(seq.reply.replace(/\s+/g, " "), 90) : seq.text ? tail(seq.text.replace(/\s+/g, " "), 90) : "");
+  setText(row.note, text);
+  row.note.className = why ? "note why" : "note text";
+  row.note.hidden = !text;
+  const blocks = seq.ended === undefined ? seq.table.length : seq.blocks;
+  [seq.prompt, seq.cached, seq.generated, blocks].forEach((n, i) => setText(row.cells[3 + i], seq.state === "refused" ? "" : count(n)));
+  setText(row.cells[7], seq.state === "refused" ? "" : String(seq.priority));
+  setText(row.cells[8], seq.tenant);
 }
 
-// Updates the table. Returns the sequences as objects.
-export function showRequests(view, now, isMine, lost = false) {
-  const sequences = view.sequences.map(named).sort((a, b) => isMine(b.request) - isMine(a.request)), here = new Set();
-  const ends = new Map(view.ended.map(([request, index, reason]) => [`${request}.${index}`, reason]));
-  for (const s of sequences) {
-    const key = `${s.request}.${s.index}`;
+export function drawRequests(state, marks) {
+  const compiling = [...state.compiling.values()].map(({ request, prompt }) => ({ id: 0, label: -1, name: 0, request, state: "compiling", prompt,
+    limit: prompt, generated: 0, computed: 0, dropped: 0, cached: 0, preemptions: 0, priority: 0, tenant: "", table: [], step: 0 }));
+  const live = [...state.sequences.values()].sort((a, b) => a.name - b.name || a.index - b.index);
+  const shown = [...live, ...compiling, ...state.ended.slice(-SHOWN_ENDED).reverse()];
+  const here = new Set(), before = new Set(rows.keys());
+  shown.forEach((seq, place) => {
+    const key = keyOf(seq);
     here.add(key);
-    const known = rows.get(key);
-    fill(known ?? newRow(key), s, isMine(s.request));
+    let row = rows.get(key);
+    if (!row) rows.set(key, (row = newRow(key)));
+    fill(row, seq, state, marks);
+    if (body.children[place] !== row.tr) body.insertBefore(row.tr, body.children[place] ?? null);
+  });
+  for (const key of before) if (!here.has(key)) {
+    rows.get(key).tr.remove();
+    rows.delete(key);
   }
-  done += view.ended.length + view.ended_missed;
-  const cut = view.decoding + view.prefilling + view.waiting > sequences.length; // The view is truncated, so a missing sequence may still be running.
-  for (const [key, row] of rows) {
-    if (here.has(key)) continue;
-    if (row.over ? now - row.over > KEPT_SECONDS : cut && !ends.has(key)) {
-      row.tr.remove();
-      rows.delete(key);
-    } else finish(row, lost ? "lost" : ends.get(key), now);
-  }
-  const over = [...rows.values()].filter((row) => row.over).sort((a, b) => b.over - a.over);
-  for (const row of over.slice(KEPT)) {
-    row.tr.remove();
-    rows.delete(row.key);
-  }
-  const order = [...sequences.map((s) => rows.get(`${s.request}.${s.index}`)), ...over.slice(0, KEPT)];
-  order.forEach((row, i) => body.children[i] !== row.tr && body.insertBefore(row.tr, body.children[i] ?? null));
-  showCounts(view);
-  document.getElementById("no-requests").hidden = order.length > 0;
-  return sequences;
+  byId("no-requests").hidden = shown.length > 0;
+  byId("requests").classList.toggle("no-priorities", !shown.some((seq) => seq.priority));
+  byId("requests").classList.toggle("no-tenants", !shown.some((seq) => seq.tenant));
+  drawCounts(state, live);
 }
 
-const counts = Object.fromEntries(["decode", "prefill", "waiting", "done"].map((state) => {
-  const item = element("li", state), number = element("b", "", "0");
-  item.append(number, ` ${state}`);
-  document.getElementById("counts").append(item);
-  return [state, number];
+const counts = Object.fromEntries(["decode", "prefill", "waiting", "done", "failed", "refused"].map((name) => {
+  const item = element("li", name), number = element("b", "", "0");
+  item.append(number, ` ${name}`);
+  byId("counts").append(item);
+  return [name, { item, number }];
 }));
 
-function showCounts(view) {
-  const numbers = { decode: view.decoding, prefill: view.prefilling, waiting: view.waiting, done };
-  for (const [state, number] of Object.entries(counts)) set(number, count(numbers[state]));
-  const all = view.decoding + view.prefilling + view.waiting;
-  for (const state of ["decode", "prefill", "waiting"])
-    document.querySelector(`#states .${state}`).style.width = all ? `${(100 * numbers[state]) / all}%` : "0";
+function drawCounts(state, live) {
+  const { decode, prefill, waiting } = countStates(state), { finished, failed, refused } = state.counters;
+  const numbers = { decode, prefill, waiting, done: finished, failed, refused };
+  for (const [name, { item, number }] of Object.entries(counts)) {
+    setText(number, count(numbers[name]));
+    item.hidden = !numbers[name] && (name === "failed" || name === "refused");
+  }
+  const preempted = live.filter((seq) => seq.state === "waiting" && seq.preemptions).length;
+  counts.waiting.item.lastChild.textContent = preempted ? ` waiting, ${preempted} of them preempted` : " waiting";
 }
+

@@ -142,6 +142,8 @@ OTHER_VALUES: dict[str, tuple[str | None, object]] = {
     "piggyback_tokens": ("0", 0),
     "speculative_config": ("ngram,k=3", SpeculativeConfig("ngram", 3)),
     "record_trace": ("trace.jsonl", "trace.jsonl"),
+    "record_events": ("events.jsonl", "events.jsonl"),
+    "show_text": (None, True),
     "parse_special": (None, False),
 }
 NEEDS = {

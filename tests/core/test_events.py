@@ -69,7 +69,7 @@ def scripted(engine: Engine) -> None:
 
 def describe(event: Event) -> str:
     words = [type(event).__name__]
-    if hasattr(event, "seq"):
+    if getattr(event, "seq", None) is not None:
         words.append(f"{event.seq.request.id}{event.seq.index}")
     for name in ("reason", "tier"):
         if hasattr(event, name):
@@ -78,7 +78,7 @@ def describe(event: Event) -> str:
 
 
 def by_step(received: list[Event]) -> dict[int, list[str]]:
-    """Return the descriptions of each step with more than its plan and its landing, repeats
+    """Return the descriptions of each step with more than its plan, landing and commit, repeats
     once."""
     steps: dict[int, list[str]] = {}
     for event in received:
@@ -88,7 +88,7 @@ def by_step(received: list[Event]) -> dict[int, list[str]]:
     return {
         step: described
         for step, described in steps.items()
-        if described != ["StepPlanned", "StepLanded"]
+        if described != ["StepPlanned", "StepLanded", "StepCommitted"]
     }
 
 
@@ -100,42 +100,48 @@ def test_a_scripted_workload_emits_its_events_in_order() -> None:
     assert all(before.step <= after.step for before, after in pairwise(received))
     lacks_blocks = "NotAdmitted c0 (there are too few free blocks for it)"
     step = ["StepPlanned", "StepLanded"]
+    committed = "StepCommitted"
+    disk = ["TierReady", "TierStored (disk)", committed]
     assert by_step(received) == {
         0: ["Arrived a0"],
-        1: ["Admitted a0", *step],
-        2: ["Forked a1", "BlocksShared a1", "BlockCopied a0", *step],
-        5: [*step, "Finished a0 (length)", "Finished a1 (length)", "Arrived b0", "Arrived c0"],
-        6: ["Admitted b0", "Admitted c0", *step],
-        7: ["BlockEvicted", "TierStored (host)", *step, "TierStored (disk)"],
+        1: ["Admitted a0", "BlocksAllocated a0", *step, committed],
+        2: ["Forked a1", "BlocksShared a1", "BlockCopied a0", *step, committed],
+        5: [
+            *("BlocksAllocated a0", "BlocksAllocated a1", *step),
+            *("Finished a0 (length)", "BlocksReleased a0"),
+            *("Finished a1 (length)", "BlocksReleased a1", committed),
+            *("Arrived b0", "Arrived c0"),
+        ],
+        6: [
+            *("Admitted b0", "BlocksAllocated b0"),
+            *("Admitted c0", "BlocksAllocated c0", *step, committed),
+        ],
+        7: [
+            *("BlockEvicted", "BlocksAllocated b0", "BlockEvicted", "BlocksAllocated c0"),
+            *("TierStored (host)", *step, *disk),
+        ],
         11: [
-            "BlockEvicted",
-            "Preempted c0 (no block was free)",
-            "NotAdmitted c0 (a sequence was preempted in this step)",
-            *step,
+            *("BlockEvicted", "BlocksAllocated b0"),
+            *("Preempted c0 (no block was free)", "BlocksReleased c0"),
+            *("NotAdmitted c0 (a sequence was preempted in this step)", *step, committed),
         ],
-        **{number: [lacks_blocks, *step] for number in (12, 13, 14, 16)},
-        15: ["BlockEvicted", lacks_blocks, "TierStored (host)", *step, "TierStored (disk)"],
-        17: [lacks_blocks, *step, "Finished b0 (length)"],
+        **{number: [lacks_blocks, *step, committed] for number in (12, 13, 14, 16)},
+        15: [
+            *("BlockEvicted", "BlocksAllocated b0"),
+            *(lacks_blocks, "TierStored (host)", *step, *disk),
+        ],
+        17: [lacks_blocks, *step, "Finished b0 (length)", "BlocksReleased b0", committed],
         18: [
-            "Admitted c0",
-            "BlocksShared c0",
-            "TierLoaded (host)",
-            "BlockEvicted",
-            "TierStored (host)",
-            *step,
-            "TierStored (disk)",
+            *("Admitted c0", "BlocksShared c0", "BlocksAllocated c0", "TierLoaded (host)"),
+            *("BlockEvicted", "BlocksAllocated c0", "TierStored (host)", *step, *disk),
         ],
-        22: ["BlockEvicted", *step],
-        25: [*step, "Finished c0 (length)", "Arrived d0"],
+        22: ["BlockEvicted", "BlocksAllocated c0", *step, committed],
+        25: [*step, "Finished c0 (length)", "BlocksReleased c0", committed, "Arrived d0"],
         26: [
             "Admitted d0",
-            "BlockEvicted",
-            "TierLoaded (host)",
-            "BlockEvicted",
-            "TierLoaded (host)",
-            "BlockEvicted",
-            *step,
-            "Finished d0 (length)",
+            *("BlockEvicted", "BlocksAllocated d0", "TierLoaded (host)") * 2,
+            *("BlockEvicted", "BlocksAllocated d0", *step),
+            *("Finished d0 (length)", "BlocksReleased d0", committed),
         ],
     }
 
@@ -211,7 +217,8 @@ def test_a_step_that_fails_is_reported_before_its_requests() -> None:
     run(engine)
     described = list(map(describe, received))
     assert described.count("StepFailed") == 1
-    assert described.index("StepFailed") < described.index("Failed a0") == len(described) - 1
+    ends = ["StepFailed", "Failed a0", "BlocksReleased a0"]
+    assert described[-3:] == ends
 
 
 def test_every_kind_has_a_number_and_a_step() -> None:
@@ -242,10 +249,11 @@ def test_warm_up_steps_reach_no_listener_and_no_prompt_counter() -> None:
     with engine.rehearsal():
         add(engine, "a", 1, 9, max_tokens=2)
         run(engine)
-    assert not received and engine.scheduler.counters.queried_tokens == 0
+    assert list(map(describe, received)) == ["RehearsalEnded"]
+    assert engine.scheduler.counters.queried_tokens == 0
     add(engine, "b", 20, 9, max_tokens=2)
     run(engine)
-    assert describe(received[0]) == "Arrived b0" and received[0].number == 1
+    assert describe(received[1]) == "Arrived b0" and received[1].number == 2
 
 
 def test_listeners_return_although_a_muted_block_raises() -> None:
@@ -253,9 +261,9 @@ def test_listeners_return_although_a_muted_block_raises() -> None:
     received: list[Event] = []
     log.subscribe(received.append, TierStored)
     with pytest.raises(KeyError), log.muted():
-        log.emit(TierStored("host", b""))
+        log.emit(TierStored("host", b"", block=1, host_block=0))
         raise KeyError
-    log.emit(TierStored("disk", b""))
+    log.emit(TierStored("disk", b"", block=0, host_block=-1))
     assert [describe(event) for event in received] == ["TierStored (disk)"]
 
 
@@ -266,7 +274,7 @@ def test_a_listener_that_unsubscribes_hears_no_more_and_others_do() -> None:
     log.subscribe(first.append, TierStored, TierLoaded)
     log.subscribe(second.append, TierStored)
     log.unsubscribe(first.append)
-    log.emit(TierStored("host", b""))
-    log.emit(TierLoaded("host", b""))
+    log.emit(TierStored("host", b"", block=1, host_block=0))
+    log.emit(TierLoaded("host", b"", host_block=0, block=1))
     assert not first and len(second) == 1 and StepLanded not in log.listeners
     assert TierLoaded not in log.listeners, "so that it is not built any more"

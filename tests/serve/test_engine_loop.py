@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections import deque
 from types import SimpleNamespace
@@ -45,6 +46,7 @@ class FakeLink:
 
     def __init__(self, script: list[Any]):
         self.script, self.sent = deque(script), []
+        self.stuck = threading.Event()
 
     def receive(self, seconds: float | None) -> Any:
         while seconds is None and self.script and self.script[0] is None:
@@ -462,7 +464,7 @@ def test_a_long_step_that_fails_is_not_waited_for() -> None:
     long_plan = Plan(1, items=[Item(1, 0, 0, 0, 14, True, 14)])
     short_plan = Plan(2, items=[Item(1, 0, 0, None, 1, True, 15)])
     for plan in (long_plan, short_plan):
-        events.emit(StepPlanned(plan))
+        events.emit(StepPlanned(plan, token_budget=16))
     assert announced == [14.0] and long_steps.longest == 14.0
     events.emit(StepFailed(long_plan, RuntimeError()))
     assert long_steps.longest == 0.0

@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,15 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from octavo.serve.endpoints.live_feed import WatchEndpoint, Watcher
-from octavo.serve.endpoints.live_page import FOLDER, PAGE
+from octavo.core.event_recorder import read_recording
+from octavo.serve.endpoints.live_feed import WatchEndpoint
+from octavo.serve.endpoints.live_page import PAGE
+from octavo.serve.front.event_buffer import EventBuffer, EventReader
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.limits import Limits
 from octavo.serve.serve_config import ServeConfig
+from octavo.web_page import FOLDER
+from tests.core.stream_mirror import StreamMirror
 from tests.serve.running import ROOT, Running, check_error, http_request, raw, server
 
 KEY = "alice-0123456789abcdef"
@@ -39,15 +42,44 @@ def watch(running: Running, **options: Any) -> ClientConnection:
     )
 
 
-def frames(socket: ClientConnection, seconds: float = 10) -> Iterator[dict[str, Any]]:
+def messages(socket: ClientConnection, seconds: float = 20) -> Iterator[Any]:
+    """The messages of a feed: a state of the server, or a list of lines of the event stream."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
-        yield json.loads(socket.recv(timeout=left))
+        text = socket.recv(timeout=left)
+        yield json.loads(text) if text[0] == "{" else list(map(json.loads, text.splitlines()))
     raise AssertionError("what was waited for never came")
 
 
-def views(socket: ClientConnection, seconds: float = 10) -> Iterator[dict[str, Any]]:
-    return (frame["view"] for frame in frames(socket, seconds) if frame["view"])
+def lines(socket: ClientConnection, seconds: float = 20) -> Iterator[list[Any]]:
+    for message in messages(socket, seconds):
+        if isinstance(message, list):
+            yield from message
+
+
+def states(socket: ClientConnection, seconds: float = 20) -> Iterator[dict[str, Any]]:
+    return (message for message in messages(socket, seconds) if isinstance(message, dict))
+
+
+def caught_up(socket: ClientConnection) -> list[list[Any]]:
+    """What an idle server has kept for pages that are opened late."""
+    seen: list[list[Any]] = []
+    with contextlib.suppress(TimeoutError):
+        while True:
+            text = socket.recv(timeout=0.4 if seen else 20)
+            seen += map(json.loads, text.splitlines() if text[0] == "[" else ())
+    return seen
+
+
+def until(found: Iterator[list[Any]], kind: str, count: int = 1) -> list[list[Any]]:
+    """Lines up to the `count`-th one of a kind."""
+    seen = []
+    for line in found:
+        seen.append(line)
+        count -= line[0] == kind
+        if not count:
+            return seen
+    raise AssertionError
 
 
 @contextlib.contextmanager
@@ -97,8 +129,8 @@ def test_the_page_needs_nothing_from_elsewhere_and_has_nothing_inline() -> None:
     html, scripts = PAGE["/"][0].decode(), [file.read_text() for file in FOLDER.glob("*.js")]
     for text in (html, *scripts, (FOLDER / "page.css").read_text()):
         assert not re.search(r"https?://|@import|\burl\(", text)
-        named = re.findall(r"[\"'](/web/[\w.]+)[\"']", text)
-        assert set(named) <= PAGE.keys()
+        for name in re.findall(r"[\"']\./(?:web/)?([\w-]+\.(?:js|css))[\"']", text):
+            assert f"/web/{name}" in PAGE
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", html), (
         "the policy would block it"
     )
@@ -110,8 +142,9 @@ def test_the_page_needs_nothing_from_elsewhere_and_has_nothing_inline() -> None:
 def test_scripts_name_only_what_the_page_has() -> None:
     ids = set(re.findall(r'\sid="([\w-]+)"', PAGE["/"][0].decode()))
     scripts = "".join(file.read_text() for file in FOLDER.glob("*.js"))
-    named = set(re.findall(r'(?:getElementById|\$)\("([\w-]+)"\)', scripts))
-    assert len(named) > 20 and named <= ids
+    named = set(re.findall(r'(?:byId|\$)\("([\w-]+)"\)', scripts))
+    optional = {"recording", "lesson-text"}  # A page with a recording inside has them.
+    assert len(named) > 20 and named <= ids | optional
 
 
 def test_the_package_contains_the_page() -> None:
@@ -127,137 +160,137 @@ def test_the_package_contains_the_page() -> None:
 # ---- the feed ------------------------------------------------------------------------------------
 
 
-def test_a_frame_is_a_whole_picture(running: Running) -> None:
-    with watch(running) as socket, generating(running, 3, n=2):
-        # until the picture and the metrics agree: a newer heartbeat may have come with an older
-        # view
-        for frame in frames(socket):
-            view, heartbeat = frame["view"], frame["heartbeat"]
-            if view and view["decoding"] >= 4:
-                used, cached = sum(view["used"]), sum(view["cached"])
-                if (used, cached) == (heartbeat["blocks_used"], heartbeat["blocks_cached"]):
-                    break
-        assert set(frame) == {"gap", "time", "server", "model", "numbers", "heartbeat", "view"}
-        assert frame["server"]["state"] == "ready" and frame["server"]["name"] == "tiny"
-        model = frame["model"]
-        assert used + cached + heartbeat["blocks_free"] == model["num_blocks"]
-        assert (
-            len(view["used"])
-            == len(view["owner"])
-            == len(view["cached"])
-            == -(-model["num_blocks"] // view["blocks"])
-        )
-        ids = {sequence[0] for sequence in view["sequences"]}
-        assert all(
-            owner in ids for cell, owner in zip(view["used"], view["owner"], strict=True) if cell
-        )
-        id, request, _, state, prompt, said, limit, computed, _, blocks, preemptions, why = view[
-            "sequences"
-        ][0]
-        assert (
-            id in ids
-            and request.startswith("req_")
-            and state == "decode"
-            and prompt == 5
-            and limit == 905
-        )
-        assert (
-            computed in (prompt + said - 1, prompt + said)
-            and 16 * blocks >= computed
-            and preemptions == 0
-            and why == ""
-        )
+def test_a_feed_begins_with_the_whole_state(running: Running) -> None:
+    with generating(running, 2, n=2, max_tokens=200), watch(running) as socket:
+        state = next(states(socket))
+        assert set(state) == {"server", "model", "watchers"}
+        assert state["server"]["state"] == "ready" and state["server"]["name"] == "tiny"
+        found = lines(socket)
+        mirror = StreamMirror(next(line for line in found if line[0] == "snapshot"))
+        assert mirror.about["num_blocks"] == state["model"]["num_blocks"]
+        for line in found:
+            if line[0] != "snapshot":
+                mirror.apply(line)
+            if mirror.kinds["finished"] and not mirror.states:
+                break
 
 
-def test_steps_events_and_ends_are_sent_once_each(running: Running) -> None:
+def test_every_event_of_a_request_is_sent_once_and_in_order(running: Running) -> None:
     with watch(running) as socket:
-        # What other requests did has been sent.
-        next(view for view in views(socket) if not view["steps"] and not view["ended"])
+        caught_up(socket)
         with generating(running, 2, max_tokens=20):
-            events, ended, steps = [], [], []
-            for view in views(socket):
-                steps += view["steps"]
-                events += view["events"]
-                ended += [(entry[0], entry[2]) for entry in view["ended"]]
-                if len(ended) == 2:
-                    break
-    requests = sorted(request for request, _ in ended)
-    assert {reason for _, reason in ended} == {"length"}
-    for kind in ("arrived", "admitted", "done"):
-        assert sorted(event[3] for event in events if event[2] == kind) == requests
-    assert [event[0] for event in events] == sorted({event[0] for event in events})
-    numbers = [step[0] for step in steps]
-    assert numbers == sorted(set(numbers)) and sum(step[2] for step in steps) == 10, (
-        "two prompts of five tokens"
-    )
-    assert all(step[8] > 0 for step in steps[:-1])
+            seen = until(lines(socket), "finished", count=2)
+    arrived = [line[6] for line in seen if line[0] == "arrived"]
+    assert len(arrived) == 2 and all(request.startswith("req_") for request in arrived)
+    sequences = [line[4] for line in seen if line[0] == "arrived"]
+    for kind in ("admitted", "finished"):
+        assert sorted(line[4] for line in seen if line[0] == kind) == sorted(sequences)
+    numbers = [line[1] for line in seen if line[0] != "snapshot"]
+    assert numbers == sorted(set(numbers))
+    chunks = [chunk for line in seen if line[0] == "planned" for chunk in line[5]]
+    assert sum(chunk[2] for chunk in chunks) == 10, "two prompts of five tokens"
+
+
+def test_a_late_viewer_gets_what_an_early_one_got(running: Running) -> None:
+    with watch(running) as early:
+        first = caught_up(early)
+        with generating(running, 2, max_tokens=20):
+            pass
+        first += caught_up(early)
+        with watch(running) as late:
+            seen = caught_up(late)
+    assert seen == first and sum(line[0] == "finished" for line in seen) >= 2
+
+
+def test_a_refusal_is_shown_without_what_was_refused(running: Running) -> None:
+    with watch(running) as socket:
+        caught_up(socket)
+        secret = {"prompt": "xyzzy", "max_tokens": 4, "temperature": "xyzzy-plugh"}
+        reply = running.post("/v1/completions", secret)
+        assert reply.status_code == 400
+        refused = until(lines(socket), "refused")[-1]
+    assert refused[4] == reply.headers["x-octavo-request-id"]
+    assert refused[5].startswith("400 ") and "xyzzy" not in refused[5]
 
 
 def test_no_text_and_no_token_goes_out(running: Running) -> None:
     secret = "xyzzy-plugh-" * 4
     ids = running.post("/tokenize", {"prompt": secret}).json()["tokens"]
     tokens = ",".join(map(str, ids[4:8]))
-    with watch(running) as socket, generating(running, prompt=secret, cache_salt="hush-hush"):
-        texts = [socket.recv(timeout=5) for _ in range(6)]
-    assert any(str(len(ids)) in text and "decode" in text for text in texts), "it was seen running"
-    assert not any(
-        "xyzzy" in text or "hush" in text or tokens in text.replace(" ", "") for text in texts
-    )
+    with watch(running) as socket:
+        caught_up(socket)
+        with generating(running, prompt=secret, cache_salt="hush-hush", max_tokens=40):
+            seen = until(lines(socket), "finished")
+    text = json.dumps(seen)
+    assert f", {len(ids)}, " in text, "it was seen"
+    assert "xyzzy" not in text and "hush" not in text and tokens not in text.replace(" ", "")
 
 
-def test_nothing_is_asked_of_the_engine_while_nobody_watches(running: Running) -> None:
+def test_text_goes_out_if_the_server_was_asked_to_show_it(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    engine = {"show_text": True, "record_events": str(file)}
+    with server(tmp_path, engine=engine) as one, watch(one) as socket:
+        found = lines(socket)
+        until(found, "snapshot")
+        one.complete(prompt="xyzzy plugh", max_tokens=4)
+        seen = until(found, "finished")
+    arrived = next(line for line in seen if line[0] == "arrived")
+    assert arrived[-1] == "xyzzy plugh"
+    assert any(line[-1] for line in seen if line[0] == "landed"), "the reply"
+    recorded = [json.loads(line) for line in read_recording(file).splitlines()]
+    assert [line for line in recorded if line[0] != "snapshot"][: len(seen)] == [
+        line for line in seen if line[0] != "snapshot"
+    ], "a recording has the same lines"
+
+
+def test_nothing_is_asked_of_the_engine_while_nobody_watches(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def steps() -> float:
         return running.metrics()["octavo:engine_steps_total"]
 
     with watch(running) as socket:
-        for _, _ in zip(range(3), views(socket), strict=False):
-            pass
+        until(lines(socket), "snapshot")
         before = steps()
-        for _, _ in zip(range(3), views(socket), strict=False):
-            pass
-        assert steps() == before, "looking makes no step of its own"
+        time.sleep(0.5)
+        assert steps() == before, "watching makes no step of its own"
 
 
-def test_frames_come_about_five_times_a_second(running: Running) -> None:
-    with watch(running) as socket, generating(running, 2):
-        socket.recv(timeout=5)
-        begun, times = time.monotonic(), []
-        while time.monotonic() - begun < 2:
-            times.append(json.loads(socket.recv(timeout=5))["time"])
-    assert 4 <= len(times) <= 11
-    assert all(b - a >= 0.19 for a, b in pairwise(times))
+def test_a_buffer_is_bounded_and_a_slow_reader_continues_at_a_snapshot() -> None:
+    async def run() -> tuple[list[bytes], list[bytes], int]:
+        buffer = EventBuffer(max_bytes=100)
+        slow, late = EventReader(buffer), EventReader(buffer)
+        buffer.add(b"lost\n", is_start=False)
+        for number in range(20):
+            buffer.add(b"snapshot %d\n" % number, is_start=number % 4 == 0)
+            if number == 1:
+                first = await slow.read()
+        return [first, await slow.read()], [await late.read()], buffer.size
 
-
-def test_who_is_slow_gets_the_latest_and_how_many_it_missed() -> None:
-    async def run() -> list[dict[str, Any]]:
-        watcher = Watcher()
-        for i in range(5):
-            watcher.offer(b'{"n":%d}' % i)
-        first = await watcher.take()
-        watcher.offer(b'{"n":5}')
-        return [json.loads(first), json.loads(await watcher.take())]
-
-    assert asyncio.run(run()) == [{"gap": 4, "n": 4}, {"gap": 0, "n": 5}]
+    slow, late, size = asyncio.run(run())
+    assert slow[0] == b"snapshot 0\nsnapshot 1\n"
+    assert size <= 100 and slow[1] == late[0] and late[0].startswith(b"snapshot 12\n")
 
 
 def test_a_watcher_that_reads_nothing_holds_up_nobody_and_is_left() -> None:
     """Its connection is full: what is sent to it never goes out."""
 
-    async def run() -> tuple[list[int], float, int]:
+    async def run() -> tuple[int, float, int]:
         endpoint = WatchEndpoint(Front(ServeConfig(limits=Limits(send_seconds=0.7))))
-        gaps: list[int] = []
+        received = 0
 
         async def connection(full: bool) -> None:
-            messages = iter([{"type": "websocket.connect"}])
+            queue = iter([{"type": "websocket.connect"}])
 
             async def receive() -> Any:
-                return next(messages, None) or await asyncio.Event().wait()
+                return next(queue, None) or await asyncio.Event().wait()
 
             async def send(message: Any) -> None:
+                nonlocal received
                 if message["type"] == "websocket.send":
                     if full:
                         await asyncio.Event().wait()
-                    gaps.append(json.loads(message["text"])["gap"])
+                    received += 1
 
             await endpoint(
                 {"type": "websocket", "subprotocols": [], "octavo.caller": Caller()}, receive, send
@@ -265,15 +298,24 @@ def test_a_watcher_that_reads_nothing_holds_up_nobody_and_is_left() -> None:
 
         begun = time.monotonic()
         reading = asyncio.create_task(connection(full=False))
+        await asyncio.sleep(0)
+
+        async def produce() -> None:
+            for number in range(100):
+                endpoint.buffer.add(b"[%d]\n" % number, is_start=number == 0)
+                await asyncio.sleep(0.01)
+
+        producing = asyncio.create_task(produce())
         await connection(full=True)
         left, watching = time.monotonic() - begun, len(endpoint.watchers)
+        await producing
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         assert not endpoint.watchers
-        return gaps, left, watching
+        return received, left, watching
 
-    gaps, seconds, watching = asyncio.run(run())
-    assert gaps == [0] * len(gaps) and len(gaps) >= 3 and 0.6 < seconds < 3 and watching == 1
+    received, seconds, watching = asyncio.run(run())
+    assert received >= 20 and 0.6 < seconds < 3 and watching == 1
 
 
 def test_watchers_are_bounded(running: Running) -> None:
@@ -285,7 +327,7 @@ def test_watchers_are_bounded(running: Running) -> None:
         assert refused.value.response.status_code == 429
     time.sleep(0.2)
     with watch(running) as socket:
-        assert json.loads(socket.recv(timeout=5))["numbers"]["watchers"] == 1
+        assert next(states(socket))["watchers"] == 1
 
 
 # ---- who may watch -------------------------------------------------------------------------------
@@ -296,7 +338,7 @@ def test_a_page_of_another_origin_may_not_watch(running: Running) -> None:
         pass
     assert refused.value.response.status_code == 403
     with watch(running, origin=f"http://127.0.0.1:{running.port}") as socket:  # type: ignore[arg-type]
-        assert json.loads(socket.recv(timeout=5))["gap"] == 0
+        assert next(states(socket))["server"]["state"] == "ready"
     upgrade = [
         "Connection: Upgrade",
         "Upgrade: websocket",
@@ -353,9 +395,9 @@ def test_with_keys_the_page_is_open_and_shows_nothing(locked: Running) -> None:
 def test_a_browser_sends_its_key_as_a_subprotocol(locked: Running) -> None:
     with watch(locked, subprotocols=offer(KEY)) as socket:
         assert socket.subprotocol == "octavo-watch", "the key does not come back"
-        assert json.loads(socket.recv(timeout=5))["server"]["state"] == "ready"
+        assert next(states(socket))["server"]["state"] == "ready"
     with watch(locked, additional_headers={"authorization": f"Bearer {KEY}"}) as socket:
-        assert json.loads(socket.recv(timeout=5))["server"]["state"] == "ready"
+        assert next(states(socket))["server"]["state"] == "ready"
     assert KEY not in locked.log.read_text() and offer(KEY)[1] not in locked.log.read_text()
 
 
@@ -364,20 +406,22 @@ def test_a_browser_sends_its_key_as_a_subprotocol(locked: Running) -> None:
 
 def test_watching_goes_on_while_the_engine_starts_and_dies_and_starts_again(tmp_path: Path) -> None:
     with server(tmp_path, ready=False) as one, watch(one) as socket:
+        found = messages(socket, 120)
         phases = []
-        for frame in frames(socket, 60):
-            phases.append(frame["server"]["phase"])
-            if frame["view"]:
+        for message in found:
+            if isinstance(message, list):
                 break
-            assert frame["server"]["state"] in ("starting", "ready")
+            phases.append(message["server"]["phase"])
+            assert message["server"]["state"] in ("starting", "ready")
         assert phases[0] != "ready" and phases[-1] == "ready"
+        first = message[0][4]["stream"]
         os.kill(one.engines()[0], signal.SIGKILL)
-        states = []
-        for frame in frames(socket, 60):
-            states.append(frame["server"]["state"])
-            if frame["view"] and frame["server"]["starts"] == 2:
+        seen = []
+        for message in found:
+            if isinstance(message, list) and message[0][0] == "snapshot":
                 break
-        assert "restarting" in states
+            seen.append(message["server"]["state"] if isinstance(message, dict) else "lines")
+        assert "restarting" in seen and message[0][4]["stream"] != first
         begun = time.monotonic()
         assert one.stop() == 0 and time.monotonic() - begun < 5, "who watches holds up no shutdown"
 

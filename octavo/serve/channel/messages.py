@@ -59,15 +59,24 @@ class ClearCache(msgspec.Struct, tag=True, array_like=True):
     """Empty the prefix cache, except for what is on disk."""
 
 
-class ViewRequest(msgspec.Struct, tag=True, array_like=True):
-    """Ask the engine for a Heartbeat and a View before its next step, because a page is open."""
+class WatchEvents(msgspec.Struct, tag=True, array_like=True):
+    """Start or stop to send EventLines, because a live page is open, or none is."""
+
+    on: bool
+
+
+class ReportRefusal(msgspec.Struct, tag=True, array_like=True):
+    """The front process has refused a request. The event stream shows it."""
+
+    id: str
+    reason: str
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
-ToEngine = Start | Add | Abort | Stop | ClearCache | ViewRequest | Shutdown
+ToEngine = Start | Add | Abort | Stop | ClearCache | WatchEvents | ReportRefusal | Shutdown
 
 # ---- to the front --------------------------------------------------------------------------------
 
@@ -193,73 +202,11 @@ class Heartbeat(msgspec.Struct, tag=True, array_like=True):
     accepted_at: list[int] = []  # The same by their place among the drafts of a step.
 
 
-class Shown(msgspec.Struct, array_like=True):
-    """A sequence as the live page shows it: ids, lengths and states, no tokens."""
+class EventLines(msgspec.Struct, tag=True, array_like=True):
+    """Lines of the event stream (octavo/core/event_stream.py)."""
 
-    id: int  # Sequence.id, or 0 if the scheduler does not have the sequence yet.
-    request: str
-    index: int
-    state: str  # "waiting", "prefill" or "decode".
-    prompt: int  # The number of prompt tokens.
-    generated: int  # The number of generated tokens.
-    limit: int  # The most tokens of prompt and reply together.
-    computed: int  # The number of computed positions.
-    cached: int  # The positions that were in the prefix cache at admission.
-    blocks: int
-    preemptions: int
-    reason: str  # The reason why it waits.
-
-
-class Step(msgspec.Struct, array_like=True):
-    """A planned step. Each list holds its first few entries, and `more` counts the others."""
-
-    step: int
-    decode: int  # The number of decoding sequences.
-    prefill: int  # The number of prefill tokens.
-    chunks: list[tuple[int, int, int]]  # (Sequence.id, first position, tokens)
-    preempted: list[tuple[int, str, str]]  # (Sequence.id, request, reason)
-    # Blocks that are moved: stores, loads, copies, shifts, saves and fetches. Zeros are left out.
-    moves: dict[str, int]
-    urgent: bool = False
-    more: int = 0
-    seconds: float = 0.0  # The duration, or 0 while the step is in flight.
-
-
-class ShownEvent(msgspec.Struct, array_like=True):
-    """An event of the engine (octavo/events.py) as the live page shows it."""
-
-    number: int
-    step: int
-    # "arrived", "forked", "admitted", "waiting", "preempted", "done", "failed" or "blocks".
-    kind: str
-    request: str = ""
-    index: int = 0
-    tokens: int = 0
-    cached: int = 0  # The tokens that were in the prefix cache.
-    reason: str = ""
-    moves: dict[str, int] = {}  # Blocks that are moved, as in Step.
-
-
-class View(msgspec.Struct, tag=True, array_like=True):
-    """The state of the engine between two steps, for the live page. Its size is bounded."""
-
-    sequences: list[Shown]  # The first few sequences: decoding, then prefilling, then waiting.
-    decoding: int
-    prefilling: int
-    waiting: int
-    # The block pool as a row of cells. Each list has an entry for each cell.
-    blocks: int  # The number of blocks in each cell except the last.
-    used: list[int]  # Blocks that a sequence holds.
-    shared: list[int]  # Blocks that several sequences hold.
-    cached: list[int]  # Blocks that no sequence holds and whose content is known.
-    owner: list[int]  # The Sequence.id of a sequence that holds a block of the cell, or 0.
-    steps: list[Step]  # The latest steps since the last view.
-    steps_missed: int  # The number of earlier steps that are left out.
-    ended: list[tuple[str, int, str]]  # (request, index, reason) since the last view.
-    ended_missed: int
-    events: list[ShownEvent]  # The events since the last view, in their order.
-    events_missed: int
-    seconds: float = 0.0  # The time to build this view and the heartbeat before it.
+    lines: bytes
+    is_start: bool  # The first line is a snapshot.
 
 
 class EngineFailed(msgspec.Struct, tag=True, array_like=True):
@@ -277,7 +224,7 @@ ToFront = (
     | Accepted
     | RequestSpans
     | Heartbeat
-    | View
+    | EventLines
     | EngineFailed
 )
 

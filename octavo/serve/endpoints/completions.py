@@ -359,7 +359,7 @@ async def send_stream(
     except Exception as e:
         error = api_error(e)
         if error.code != "client_gone":
-            front.metrics.rejections.labels(error.code or error.type).inc()
+            front.client.refuse(exchange.caller.id, error)
         if error.status == 500 and error is not e:
             log.exception("request %s failed in its stream", exchange.caller.id)
         if not exchange.started:

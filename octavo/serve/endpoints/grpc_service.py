@@ -177,7 +177,7 @@ class CallGuard:
                 if error.status == 500 and not isinstance(e, ApiError):
                     log.exception("request %s failed", caller.id)
                 if error.code != "client_gone":
-                    self.front.metrics.rejections.labels(error.code or error.type).inc()
+                    self.front.client.refuse(caller.id, error)
                 code = CODES[error.status].name
                 metadata = (*call_metadata(caller), *error_metadata(error))
                 await context.abort(CODES[error.status], error.message, metadata)

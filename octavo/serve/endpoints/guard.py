@@ -76,7 +76,7 @@ class Guard:
             error = from_router(e) if isinstance(e, HTTPException) else api_error(e)
             if error.status == 500 and not isinstance(e, ApiError):
                 log.exception("request %s failed", caller.id)
-            self.front.metrics.rejections.labels(error.code or error.type).inc()
+            self.front.client.refuse(caller.id, error)
             if status == 0:
                 await send_error(error, scope, send_on, caller.id)
             elif scope["type"] == "websocket":

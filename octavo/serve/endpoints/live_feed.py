@@ -1,19 +1,15 @@
-"""The WebSocket /ws/watch sends the state that the live page shows, up to five times per second.
+"""The WebSocket /ws/watch sends what the live page shows. It has two kinds of messages:
 
-A frame is a JSON object:
+    {"server": {...}, "model": {...}, "watchers": 1}    the state of the server, when it changes
+    ["arrived", 12, 3, 45678, ...]                      lines of the event stream
 
-{"gap": 0, "time": 12.3, "server": {...}, "model": {...}, "numbers": {...}, "heartbeat": {...},
-"view": {...} or null}
+octavo/core/event_stream.py describes the lines. The first one is a snapshot. `server` equals the
+reply of /readyz. `model` is null until the model is loaded.
 
-Every frame holds the whole state, so frames can be skipped: a slow client gets the latest frame
-when it is ready, and `gap` counts the frames that it missed. `server` equals the reply of /readyz.
-`model` is null until the model is loaded. `numbers` are counters of the API server. `heartbeat` and
-`view` come from the engine (messages.py describes their fields). `view` is null until the engine
-has replied.
-
-The API server sends a ViewRequest to the engine, and sends the next one after the engine has
-replied. When no client watches, it requests and stores nothing. A frame contains ids, lengths and
-states, but no text and no tokens.
+The engine sends lines only while a page is open, and for a short time afterwards, so that a page
+that is reloaded shows the same again. The API server keeps the latest lines for pages that are
+opened later (event_buffer.py). Lines contain ids, lengths and states. They contain text only with
+--show-text.
 """
 
 from __future__ import annotations
@@ -28,16 +24,17 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from octavo import __version__
 from octavo.serve.api.api_errors import ApiError
-from octavo.serve.channel.messages import ViewRequest
+from octavo.serve.channel.messages import EventLines, WatchEvents
+from octavo.serve.front.event_buffer import EventBuffer, EventReader
 from octavo.serve.front.front import Front
 from octavo.serve.front.keys import Bucket
 
 # The server accepts this subprotocol. A browser may offer its key as another one.
 PROTOCOL = "octavo-watch"
-INTERVAL = 0.2  # seconds
+INTERVAL = 0.2  # Seconds between two checks whether the state of the server has changed.
+GRACE_SECONDS = 10.0  # The engine sends lines for this time after the last page was closed.
 FORBIDDEN = 4403  # WebSocket has no standard close code for status 403.
 POLICY_VIOLATION = 1008
-SHARE = 0.02  # The engine spends at most this part of its time on views.
 MODEL = (
     "architecture",
     "dtype",
@@ -52,35 +49,17 @@ MODEL = (
 _encode = msgspec.json.Encoder().encode
 
 
-class Watcher:
-    """The unsent frame of one connection, and the number of frames that it missed."""
-
-    def __init__(self) -> None:
-        self.frame: bytes | None = None
-        self.gap = 0
-        self.offered = asyncio.Event()
-
-    def offer(self, frame: bytes) -> None:
-        self.gap += self.frame is not None
-        self.frame = frame
-        self.offered.set()
-
-    async def take(self) -> str:
-        await self.offered.wait()
-        self.offered.clear()
-        assert self.frame is not None
-        text = f'{{"gap":{self.gap},{self.frame[1:].decode()}'
-        self.frame = None
-        self.gap = 0
-        return text
-
-
 class WatchEndpoint:
     def __init__(self, front: Front):
         self.front = front
-        self.watchers: set[Watcher] = set()
-        self.asked = 0  # The number of the engine process that owes a view, or 0.
+        self.watchers: set[WebSocket] = set()
+        self.buffer = EventBuffer()
+        self.watched_start = 0  # The engine process that sends lines, as counted by the supervisor.
         self._task: asyncio.Task[None] | None = None
+        front.client.on_event_lines = self._receive
+
+    def _receive(self, message: EventLines) -> None:
+        self.buffer.add(message.lines, message.is_start)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = scope["octavo.caller"].key
@@ -92,37 +71,55 @@ class WatchEndpoint:
                 retry_after=5,
             )
         socket = WebSocket(scope, receive, send)
-        watcher = Watcher()
-        # The frames show the requests of all keys, so only administrators may see them. Browsers
+        protocol = PROTOCOL if PROTOCOL in scope["subprotocols"] else None
+        # The lines show the requests of all keys, so only administrators may see them. Browsers
         # show a close code to the page, but not the status of a refused handshake.
         if key is not None and not key.admin:
-            await socket.accept(PROTOCOL if PROTOCOL in scope["subprotocols"] else None)
+            await socket.accept(protocol)
             await socket.close(FORBIDDEN, "the live page needs an administrator's key")
             return
-        self.watchers.add(watcher)
+        self.watchers.add(socket)
         try:
-            await socket.accept(PROTOCOL if PROTOCOL in scope["subprotocols"] else None)
+            await socket.accept(protocol)
             if self._task is None or self._task.done():
-                self._task = asyncio.create_task(self._run())
-            sending = asyncio.create_task(self._send(socket, watcher))
-            listening = asyncio.create_task(self._listen(socket))
-            done, rest = await asyncio.wait(
-                {sending, listening}, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in rest:
-                task.cancel()
-            for task in done:
-                task.result()
+                self._task = asyncio.create_task(self._watch_engine())
+            await self._serve(socket)
         except (WebSocketDisconnect, RuntimeError, TimeoutError):
             pass  # The client has disconnected, or has read nothing for too long.
         finally:
-            self.watchers.discard(watcher)
+            self.watchers.discard(socket)
 
-    async def _send(self, socket: WebSocket, watcher: Watcher) -> None:
+    async def _serve(self, socket: WebSocket) -> None:
+        """Send both kinds of messages until the client disconnects."""
+        tasks = {
+            asyncio.create_task(self._send_states(socket)),
+            asyncio.create_task(self._send_lines(socket)),
+            asyncio.create_task(self._listen(socket)),
+        }
+        done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in rest:
+            task.cancel()
+        for task in done:
+            task.result()
+
+    async def _send(self, socket: WebSocket, text: str) -> None:
+        async with asyncio.timeout(self.front.config.limits.send_seconds):
+            await socket.send_text(text)
+
+    async def _send_lines(self, socket: WebSocket) -> None:
+        reader = EventReader(self.buffer)
         while True:
-            text = await watcher.take()
-            async with asyncio.timeout(self.front.config.limits.send_seconds):
-                await socket.send_text(text)
+            lines = await reader.read()
+            await self._send(socket, lines.decode())
+
+    async def _send_states(self, socket: WebSocket) -> None:
+        sent = b""
+        while True:
+            state = _encode(self.state())
+            if state != sent:
+                sent = state
+                await self._send(socket, state.decode())
+            await asyncio.sleep(INTERVAL)
 
     async def _listen(self, socket: WebSocket) -> None:
         """Wait until the client disconnects.
@@ -136,50 +133,36 @@ class WatchEndpoint:
                 await socket.close(POLICY_VIOLATION, "/ws/watch accepts no messages")
                 return
 
-    async def _run(self) -> None:
-        """Send a frame, request the next view and wait, and repeat while clients watch."""
+    async def _watch_engine(self) -> None:
+        """Have each engine process send its lines while pages are open, and a while longer."""
         client = self.front.client
-        supervisor = self.front.client.supervisor
-        client.view = None
-        self.asked = 0
-        while self.watchers:
-            seconds = 0.0 if client.view is None else client.view.seconds
-            if client.view is not None:
-                self.asked = 0
-            frame = _encode(self.frame())
-            for watcher in self.watchers:
-                watcher.offer(frame)
-            if supervisor.phase == "ready" and self.asked != supervisor.starts:
-                self.asked = supervisor.starts
-                supervisor.send(ViewRequest())
-            await asyncio.sleep(max(INTERVAL, seconds / SHARE))
+        supervisor = client.supervisor
+        client.reports_refusals = True
+        seen_at = time.monotonic()
+        while time.monotonic() - seen_at < GRACE_SECONDS:
+            if self.watchers:
+                seen_at = time.monotonic()
+            if supervisor.phase == "ready" and self.watched_start != supervisor.starts:
+                self.watched_start = supervisor.starts
+                supervisor.send(WatchEvents(True))
+            await asyncio.sleep(INTERVAL)
+        client.reports_refusals = False
+        supervisor.send(WatchEvents(False))
+        self.watched_start = 0
+        self.buffer.clear()
 
-    def frame(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         client = self.front.client
-        metrics = self.front.metrics
-        config = self.front.config
         loaded = client.model_info()
-        heartbeat = client.supervisor.heartbeat
-        (view, client.view) = (client.view, None)
+        state = client.state()
+        del state["elapsed_s"]  # It changes all the time.
         return {
-            "time": time.monotonic(),
             "server": {
-                **client.state(),
-                "name": config.name,
+                **state,
+                "name": self.front.config.name,
                 "version": __version__,
                 "starts": client.supervisor.starts,
             },
             "model": None if loaded is None else {name: getattr(loaded, name) for name in MODEL},
-            "numbers": {
-                "open": len(client.open_requests),
-                "queue": len(client.queue_bound.waiting),
-                # The number of samples, and their sum in seconds.
-                "ttft": [sum(metrics.ttft.counts), metrics.ttft.sum],
-                "itl": [sum(metrics.itl.counts), metrics.itl.sum],
-                "watchers": len(self.watchers),
-            },
-            "heartbeat": msgspec.structs.asdict(heartbeat),
-            "view": None
-            if view is None
-            else {name: getattr(view, name) for name in view.__struct_fields__},
+            "watchers": len(self.watchers),
         }

@@ -1,28 +1,14 @@
-"""Serves the files of the live page, which are read from octavo/web once.
+"""Serves the files of the live page (octavo/web_page.py), which are read once.
 
 The files contain nothing about the state of the server.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from octavo.serve.http.exchange import Exchange
+from octavo.web_page import page_files
 
-FOLDER = Path(__file__).parents[2] / "web"
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-}
-PAGE = {
-    "/" if file.name == "index.html" else f"/web/{file.name}": (
-        file.read_bytes(),
-        TYPES[file.suffix],
-    )
-    for file in sorted(FOLDER.iterdir())
-    if file.suffix in TYPES
-}  # path -> (content, type)
+PAGE = page_files()  # path -> (content, type)
 HEADERS = {
     "cache-control": "no-cache",  # After an upgrade, the page and the feed must match.
     "content-security-policy": (

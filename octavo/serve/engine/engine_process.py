@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,12 @@ import msgspec
 
 from octavo.core.draft_methods import describe as describe_speculative
 from octavo.core.engine import Engine
+from octavo.core.event_recorder import EventRecorder
+from octavo.core.event_stream import EventStream
 from octavo.core.speculation import DraftCounters
 from octavo.core.tier_index import TierIndex
 from octavo.errors import InvalidRequest, OctavoError
+from octavo.events import GuideStarted, RequestRefused
 from octavo.params import SamplingParams
 from octavo.parent_process import die_with_parent
 from octavo.serve.channel.messages import (
@@ -42,20 +45,21 @@ from octavo.serve.channel.messages import (
     Add,
     ClearCache,
     EngineFailed,
+    EventLines,
     Heartbeat,
     Loaded,
     Phase,
     Ready,
     Refused,
+    ReportRefusal,
     Shutdown,
     Start,
     StepOutputs,
     Stop,
     ToEngine,
-    ViewRequest,
+    WatchEvents,
 )
 from octavo.serve.channel.sockets import EngineLink
-from octavo.serve.engine.live_view import Viewer
 from octavo.serve.engine.request_tracer import RequestTracer
 from octavo.serve.engine.step_reports import LongSteps, StepCounts
 from octavo.serve.process import return_free_memory
@@ -73,6 +77,9 @@ LOST_EXIT = 3  # the exit code after the device or a rank is lost
 SLOWEST = {"cpu": 5e9, "cuda": 5e13}
 POLL_SECONDS = 0.002  # An idle engine checks this often whether guides are compiled.
 MAX_DUMPED = 64  # The log of a violated invariant has this many sequences, and blocks of each.
+# Why a request never arrives at the scheduler (RequestRefused.reason).
+COMPILATION_ABORTED = "it was aborted while its structured output was compiled"
+INVALID_STRUCTURE = "its structured output is not valid"
 HOST_TIMES = ("plan", "launch", "wait", "commit")
 
 
@@ -92,12 +99,14 @@ class EngineLoop:
         check_interval: float = 0.0,
         seconds_per_token: float = 0.0,
         kv_publisher: KVPublisher | None = None,
+        stream: EventStream | None = None,
     ):
         """Create the loop.
 
         `check_interval` is the number of seconds between two checks of the scheduler's invariants,
         and 0 turns the checks off. `seconds_per_token` is the time of a prompt token on the slowest
-        supported machine. `kv_publisher` is None if KV events are not published.
+        supported machine. `kv_publisher` is None if KV events are not published. `stream` is the
+        event stream, which may be recorded already.
         """
         self.engine = engine
         self.kv_publisher = kv_publisher
@@ -112,7 +121,9 @@ class EngineLoop:
         self.unsent_tokens: dict[str, dict[int, list[int]]] = {}
         self.counts = StepCounts(engine.events)
         self.long_steps = LongSteps(engine.events, seconds_per_token, self._announce_long_step)
-        self.viewer: Viewer | None = None  # It exists while a live page is open.
+        self.stream = stream or EventStream(engine)
+        self.watched = False  # A live page is open.
+        self.lines_lost = False  # The front did not read, and needs a snapshot.
         self.tracer: RequestTracer | None = None  # It exists from the first traced request on.
         # The values that were last sent to the front process.
         self.step_seconds = 0.0
@@ -164,10 +175,14 @@ class EngineLoop:
                 self._add(message)
             else:
                 self.held[message.id] = message, self.guides.start(spec)
+                if GuideStarted in engine.events.listeners:
+                    engine.events.emit(GuideStarted(message.id, len(message.prompt)))
         elif isinstance(message, Abort):
             self._abort(message.ids)
-        elif isinstance(message, ViewRequest):
-            self._send_view()
+        elif isinstance(message, WatchEvents):
+            self._watch(message.on)
+        elif isinstance(message, ReportRefusal):
+            self._report_refusal(message.id, message.reason)
         elif isinstance(message, Stop):
             engine.stop(message.id, message.index)
         elif isinstance(message, ClearCache):
@@ -176,7 +191,8 @@ class EngineLoop:
     def _abort(self, request_ids: list[str]) -> None:
         num_unsent = 0
         for request_id in request_ids:
-            self.held.pop(request_id, None)
+            if self.held.pop(request_id, None) is not None:
+                self._report_refusal(request_id, COMPILATION_ABORTED)
             num_unsent += sum(map(len, self.unsent_tokens.pop(request_id, {}).values()))
             self.engine.abort(request_id)
         is_idle = self.engine.idle and not self.held
@@ -235,6 +251,7 @@ class EngineLoop:
                 guide = compilation.poll()
             except InvalidRequest as error:
                 self.link.send(Refused(request_id, str(error), error.param, error.code))
+                self._report_refusal(request_id, INVALID_STRUCTURE)
             else:
                 if guide is None:
                     continue
@@ -245,7 +262,10 @@ class EngineLoop:
     def send(self, outputs: list[Output]) -> None:
         """Send the outputs of a step, and changes of state that the front process needs."""
         admitted = self.counts.take_admitted()
-        self._close_idle_viewer()
+        if self.engine.idle:
+            self.stream.flush()
+        if self.lines_lost and not self.link.stuck.is_set():
+            self.stream.add_snapshot()
         if self.unsent_tokens:
             outputs = [output for output in outputs if self._is_due(output)]
         before = (self.step_seconds, self.saturated)
@@ -277,23 +297,32 @@ class EngineLoop:
             StepOutputs([], admitted, [], step_seconds=self.step_seconds, saturated=self.saturated)
         )
 
-    def _send_view(self) -> None:
-        """Send a heartbeat and a view for the live page."""
-        self._close_idle_viewer()
-        if self.viewer is None:
-            self.viewer = Viewer(self.engine, self.held)
-        started_at = time.perf_counter()
-        self._snapshot()
-        view = self.viewer.view()
-        view.seconds = time.perf_counter() - started_at
-        self.link.send(self.heartbeat)
-        self.link.send(view)
+    def _watch(self, on: bool) -> None:
+        """Start or stop to send the event stream to the front process."""
+        if on != self.watched:
+            self.watched = on
+            self.lines_lost = False
+            if on:
+                self.stream.open(self._send_lines)
+            else:
+                self.stream.close(self._send_lines)
 
-    def _close_idle_viewer(self) -> None:
-        """Stop listening to events when no page has requested a view for a while."""
-        if self.viewer is not None and self.viewer.forgotten:
-            self.viewer.close()
-            self.viewer = None
+    def _send_lines(self, lines: bytes, is_start: bool) -> None:
+        """Send lines of the event stream, unless the front process does not read.
+
+        Nothing is kept for a front process that does not read. It gets a snapshot when it does.
+        """
+        if self.link.stuck.is_set():
+            self.lines_lost = True
+        elif is_start or not self.lines_lost:
+            self.lines_lost = False
+            self.link.send(EventLines(lines, is_start))
+
+    def _report_refusal(self, request_id: str, reason: str) -> None:
+        events = self.engine.events
+        if RequestRefused in events.listeners:
+            events.emit(RequestRefused(request_id, reason))
+            self.stream.flush()
 
     def _is_due(self, output: Output) -> bool:
         """Return whether an output is sent now.
@@ -455,7 +484,9 @@ def build(start: Start, link: EngineLink) -> LLM:
             link.send(Phase("loading", fraction))
 
     link.send(Phase("loading", 0.0))
-    llm = LLM.from_options(start.model, start.options, progress)
+    # The stream of the loop is recorded, and begins after the steps that warm up.
+    options = replace(start.options, record_events=None)
+    llm = LLM.from_options(start.model, options, progress)
     link.send(describe(llm, start.options.tokenizer))
     return llm
 
@@ -574,6 +605,9 @@ def main(end: str, stacks: int) -> int:
         smoke_test(llm.engine)
         llm.warm_up()
         kv_publisher = open_kv_publisher(start, llm.engine)
+        stream = llm.streams.stream_of(llm.engine)
+        if start.options.record_events is not None:
+            stream.open(EventRecorder(start.options.record_events))
     except OctavoError as error:
         link.send(EngineFailed(str(error)))
         link.close()
@@ -585,6 +619,7 @@ def main(end: str, stacks: int) -> int:
         check_interval=start.check_interval,
         seconds_per_token=slowest_token(llm),
         kv_publisher=kv_publisher,
+        stream=stream,
     )
     loop.alive = lambda: device_alive(llm)
     if llm.ranks is not None:

@@ -36,14 +36,15 @@ from octavo.serve.channel.messages import (
     Abort,
     Accepted,
     Add,
+    EventLines,
     Loaded,
     Ready,
     Refused,
+    ReportRefusal,
     RequestSpans,
     StepOutputs,
     Stop,
     ToFront,
-    View,
 )
 from octavo.serve.front.keys import Key
 from octavo.serve.front.metrics import Metrics
@@ -68,6 +69,10 @@ OUTPUTS_PER_TURN = 8
 FINISHED_PER_TURN = 2
 # The number of finished calls that are remembered, to distinguish them from unknown calls.
 REMEMBERED_CALLS = 1024
+
+# Errors with these statuses concern a key, a route or a host name, and not a request to the model.
+NOT_REQUESTS = frozenset({401, 403, 404, 405, 421})
+NO_ROOM = frozenset({429, 503})
 
 Piece = tuple[int, CompletionOutput]  # (index of the prompt, its new text)
 
@@ -284,7 +289,9 @@ class EngineClient:
         self.draining = False
         # True means that the engine reported that it has no room for waiting requests.
         self.engine_saturated = False
-        self.view: View | None = None  # The latest view, until live_feed.py takes it.
+        self.on_event_lines: Callable[[EventLines], None] = lambda message: None
+        # True means that the event stream shows refusals, because it is recorded or watched.
+        self.reports_refusals = False
         self.quarantine = Quarantine()
         self.tracing: Tracing | None = None  # None means that no endpoint for spans is given.
         # If this is None, specs of structured output are not compiled as a trial.
@@ -489,6 +496,22 @@ class EngineClient:
             if call.spans is not None:
                 call.spans.end(call)
 
+    def refuse(self, request_id: str, error: ApiError) -> None:
+        """Count a request that was refused, and report it to the event stream.
+
+        The message of an error may quote the request, so it is shown only if the server is short of
+        room.
+        """
+        self.metrics.rejections.labels(error.code or error.type).inc()
+        is_recorded = self.config.engine.record_events is not None
+        if (self.reports_refusals or is_recorded) and error.status not in NOT_REQUESTS:
+            reason = f"{error.status} {error.code or error.type}"
+            if error.status in NO_ROOM:
+                reason += f": {error.message}"
+            elif error.param:
+                reason += f" ({error.param})"
+            self.supervisor.send(ReportRefusal(request_id, reason))
+
     def cancel(self, call_id: str, owner: str) -> bool:
         """End a call by its id. Returns False if the call has already finished.
 
@@ -511,8 +534,8 @@ class EngineClient:
     def receive(self, message: ToFront) -> None:
         if isinstance(message, StepOutputs):
             self._receive_step(message)
-        elif isinstance(message, View):
-            self.view = message
+        elif isinstance(message, EventLines):
+            self.on_event_lines(message)
         elif isinstance(message, RequestSpans):
             if self.tracing is not None:
                 self.tracing.add_engine_spans(message)

@@ -23,6 +23,7 @@ import msgspec
 from octavo.errors import ModelError
 from octavo.serve.channel.messages import (
     EngineFailed,
+    EventLines,
     Heartbeat,
     Loaded,
     Phase,
@@ -32,7 +33,6 @@ from octavo.serve.channel.messages import (
     StepOutputs,
     ToEngine,
     ToFront,
-    View,
 )
 from octavo.serve.channel.sockets import FrontLink
 from octavo.serve.serve_config import ServeConfig
@@ -225,7 +225,7 @@ class Supervisor:
             self._enter(message.name, message.fraction)
         elif isinstance(message, EngineFailed):
             self.failure = message.message
-        elif not isinstance(message, View):
+        elif not isinstance(message, EventLines):
             self.progress = now
             if isinstance(message, StepOutputs):
                 # A request ends after request_timeout at the latest, so a longer step is useless.

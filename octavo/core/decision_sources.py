@@ -1,0 +1,57 @@
+"""Where the code decides what events report: for each reason, the lines of the source that give it.
+
+The live page shows them when it explains a decision.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+from octavo.core import reasons, scheduler, scheduler_reports
+
+USERS = (scheduler, scheduler_reports)  # modules that decide
+LINES_BEFORE = 7  # lines of code that are shown before the line that gives the reason
+LINES_AFTER = 2
+
+
+class SourceLine(NamedTuple):
+    path: str
+    line: int
+    first: int  # number of the first line of `code`
+    code: str
+
+
+@cache
+def decision_sources() -> dict[str, list[SourceLine]]:
+    """Return reason -> the places that give it. It is empty where there is no source code."""
+    found: dict[str, list[SourceLine]] = {}
+    for name, reason in vars(reasons).items():
+        if name.isupper() and isinstance(reason, str):
+            found[reason] = [place for module in USERS for place in _uses(module, name)]
+    return found
+
+
+def _uses(module: ModuleType, name: str) -> list[SourceLine]:
+    """Return the lines of a module that name a reason."""
+    try:
+        lines = inspect.getsource(module).splitlines()
+    except (OSError, TypeError):
+        return []
+    path = f"{module.__name__.replace('.', '/')}.py"
+    used = re.compile(rf"\breasons\.{name}\b")
+    return [
+        _source_line(path, lines, index) for index, line in enumerate(lines) if used.search(line)
+    ]
+
+
+def _source_line(path: str, lines: list[str], index: int) -> SourceLine:
+    first = max(index - LINES_BEFORE, 0)
+    shown = lines[first : index + LINES_AFTER + 1]
+    while len(shown) > 1 and not shown[0].strip():
+        shown.pop(0)
+        first += 1
+    return SourceLine(path, index + 1, first + 1, inspect.cleandoc("\n" + "\n".join(shown)))

@@ -1,0 +1,153 @@
+"""What the scheduler has decided and why, as events.
+
+    Admitted      and why no more of the prompt was cached
+    NotAdmitted   for each sequence that a plan tried and left waiting, and the first it did not try
+    NotPlanned    for each running sequence that computes nothing in a step
+    others        arrivals, refusals, preemptions, ends, and blocks that are released
+
+This module decides nothing.
+"""
+
+from __future__ import annotations
+
+from octavo.core import reasons
+from octavo.core.prefix import Match, PrefixCache
+from octavo.core.queues import Queues
+from octavo.core.step_shape import StepShape, StepShaper
+from octavo.events import (
+    Admitted,
+    Arrived,
+    BlocksReleased,
+    EventLog,
+    Failed,
+    Finished,
+    KVForgotten,
+    NotAdmitted,
+    NotPlanned,
+    Preempted,
+    RequestRefused,
+)
+from octavo.types import Request, Sequence
+
+
+class SchedulerReports:
+    def __init__(self, events: EventLog, queues: Queues, prefix: PrefixCache, shaper: StepShaper):
+        self.events = events
+        self.queues = queues
+        self.prefix = prefix
+        self.shaper = shaper
+        self.left_waiting: set[int] = set()  # Sequence.id that NotAdmitted has named in this plan
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def arrived(self, seq: Sequence) -> None:
+        if Arrived in self.events.listeners:
+            self.events.emit(Arrived(seq))
+
+    def refused(self, request: Request, error: Exception) -> None:
+        if RequestRefused in self.events.listeners:
+            self.events.emit(RequestRefused(request.id, str(error)))
+
+    def preempted(self, seq: Sequence, reason: str, beneficiary: Sequence | None) -> None:
+        if Preempted in self.events.listeners:
+            self.events.emit(Preempted(seq, reason, beneficiary))
+
+    def ended(self, seq: Sequence, reason: str, error: str | None) -> None:
+        if error is not None:
+            if Failed in self.events.listeners:
+                self.events.emit(Failed(seq, error))
+        elif Finished in self.events.listeners:
+            self.events.emit(Finished(seq, reason))
+
+    def released(self, seq: Sequence, blocks: list[int]) -> None:
+        if blocks and BlocksReleased in self.events.listeners:
+            self.events.emit(BlocksReleased(seq, blocks))
+
+    def forgot_kv(self, seq: Sequence) -> None:
+        if KVForgotten in self.events.listeners:
+            self.events.emit(KVForgotten(seq))
+
+    # ---- plans -----------------------------------------------------------------------------------
+
+    def begin_plan(self, shape: StepShape) -> None:
+        """Report the running sequences that the step leaves out for an urgent prompt."""
+        self.left_waiting.clear()
+        if not shape.skip_decode or NotPlanned not in self.events.listeners:
+            return
+        for seq in self.queues.running:
+            if seq.id in shape.paused:
+                self.events.emit(NotPlanned(seq, reasons.PAUSED, needed_blocks=0))
+            elif seq.id in shape.skip_decode:
+                self.events.emit(NotPlanned(seq, reasons.SKIPS_STEP, needed_blocks=0))
+
+    def leave_waiting(self, seq: Sequence, reason: str, needed_blocks: int = 0) -> None:
+        """Report that this plan does not admit a sequence, once per plan."""
+        if NotAdmitted in self.events.listeners and seq.id not in self.left_waiting:
+            self.left_waiting.add(seq.id)
+            computing = self._computed_by(seq) if reason == reasons.SHARED_PREFIX else 0
+            self.events.emit(NotAdmitted(seq, reason, needed_blocks, computing))
+
+    def not_ready(self, seq: Sequence) -> None:
+        """Report a sequence that may not be admitted, whatever room there is."""
+        if self.prefix.waits_for_disk(seq):
+            reason = reasons.DISK_READ
+        elif self.shaper.batches.may_admit(seq):
+            reason = reasons.OTHER_BEAMS
+        else:
+            reason = reasons.BATCH_FORMING
+        self.leave_waiting(seq, reason)
+
+    def first_untried(self, shape: StepShape, preempted: bool, blocked: bool) -> None:
+        """Report the first sequence that this plan did not try to admit, and the reason."""
+        if NotAdmitted not in self.events.listeners:
+            return
+        untried = (seq for seq in self.queues.waiting if seq.id not in self.left_waiting)
+        seq = next(untried, None)
+        if seq is None:
+            return
+        if not self.queues.free_slots:
+            reason = reasons.NO_FREE_SLOT
+        elif preempted:
+            reason = reasons.AFTER_PREEMPTION
+        elif blocked:
+            reason = reasons.NOT_ENOUGH_BLOCKS
+        elif seq.rank >= shape.admit_before:
+            reason = reasons.AFTER_URGENT
+        else:
+            reason = reasons.NO_TOKENS_LEFT
+        self.leave_waiting(seq, reason)
+
+    def lacks_blocks(self, seq: Sequence, num_tokens: int) -> None:
+        """Report a prompt whose next chunk has to wait for blocks."""
+        if NotPlanned in self.events.listeners:
+            num_blocks = -(-(seq.planned + num_tokens) // self.prefix.block_size)
+            needed_blocks = num_blocks - len(seq.block_table)
+            self.events.emit(NotPlanned(seq, reasons.CHUNK_LACKS_BLOCKS, needed_blocks))
+
+    def admitted(self, seq: Sequence, match: Match) -> None:
+        if Admitted in self.events.listeners:
+            num_cached = len(match.blocks) * self.prefix.block_size
+            match_end, missing_hash = self._explain_match_end(seq, match)
+            self.events.emit(Admitted(seq, len(seq.tokens), num_cached, match_end, missing_hash))
+
+    def _explain_match_end(self, seq: Sequence, match: Match) -> tuple[str, bytes]:
+        """Return why a match is not longer, and the content of the first block that it lacks."""
+        prefix = self.prefix
+        if not prefix.enabled:
+            return reasons.CACHING_OFF, b""
+        if not prefix.may_match(seq):
+            return reasons.ALL_COMPUTED, b""
+        num_matched = len(match.blocks)
+        if num_matched == (len(seq.tokens) - 1) // prefix.block_size:
+            return reasons.ALL_FOUND, b""
+        content_hash = seq.block_hashes[num_matched]
+        if content_hash in prefix.computing:
+            return reasons.BEING_COMPUTED, content_hash
+        if prefix.tiers is not None and content_hash in prefix.tiers.ready:
+            return reasons.LOADING_SLOWER, content_hash
+        return reasons.NOT_CACHED, content_hash
+
+    def _computed_by(self, seq: Sequence) -> int:
+        """Return the Sequence.id of the sequence that computes the first block `seq` lacks."""
+        computing = self.prefix.computing
+        return next((computing[each] for each in seq.block_hashes if each in computing), 0)

@@ -1,0 +1,200 @@
+// The lines of an event stream, and the state of the engine after any of them.
+//
+// Lines are kept as they come. A copy of the state is kept after every few thousand of them, so that the state at any place is found
+// by continuing from the copy before it. Places are indices of lines, counted from the first line that was ever added.
+
+import { apply, cloneState, compareWithEngine, nameFields, stateFrom } from "./state.js";
+
+const KEYFRAME_INTERVAL = 8192; // Lines between two copies of the state.
+const MAX_LINES = 1_200_000; // The older half of the lines is forgotten when there are more.
+
+export class History {
+  // `listener(event, state)` is called with every event in its order, once.
+  constructor(listener = () => {}, { keyframeInterval = KEYFRAME_INTERVAL, maxLines = MAX_LINES } = {}) {
+    this.listener = listener;
+    this.keyframeInterval = keyframeInterval;
+    this.maxLines = maxLines;
+    this.lines = [];
+    this.first = 0; // The index of lines[0].
+    this.keyframes = []; // { index, state }: the state after the line with this index.
+    this.snapshots = []; // { index, line }: the engine's own state after the line with this index.
+    this.steps = []; // The index of the first line of each step.
+    this.end = null; // The state after all lines.
+    this.checks = { done: 0, failed: 0, step: 0, found: [] }; // Comparisons with snapshots.
+    this.origin = 0; // Seconds since 1970 at time 0.
+    this.offset = 0; // Microseconds between the first stream and the present one.
+    this.streams = new Set(); // The names of all streams so far.
+    this.isRepeated = false; // The lines belong to an earlier stream, and are known already.
+  }
+
+  get last() {
+    return this.first + this.lines.length - 1;
+  }
+
+  line(index) {
+    return this.lines[index - this.first];
+  }
+
+  event(index) {
+    return nameFields(this.line(index), this.end.about.fields);
+  }
+
+  // Adds lines that were parsed from JSON. A server repeats what it has kept when a page connects again; such lines are skipped.
+  add(lines) {
+    for (const line of lines) {
+      if (line[0] === "snapshot") this.#addSnapshot(line);
+      else if (this.end && !this.isRepeated && line[1] > this.end.number) this.#addEvent(line);
+    }
+    if (this.lines.length > this.maxLines) this.#forget();
+  }
+
+  #addEvent(line) {
+    if (this.offset) shiftTimes(line, this.offset);
+    if (line[2] !== this.end.step) this.steps.push(this.last + 1);
+    this.lines.push(line);
+    const event = nameFields(line, this.end.about.fields);
+    apply(this.end, event);
+    this.listener(event, this.end);
+    if (this.last - this.keyframes.at(-1).index >= this.keyframeInterval) this.#addKeyframe();
+  }
+
+  #addKeyframe() {
+    this.keyframes.push({ index: this.last, state: cloneState(this.end) });
+  }
+
+  // A snapshot begins a stream, or repeats the state of the engine, with which the state of the page must agree.
+  #addSnapshot([kind, number, step, time, about, snapshot]) {
+    const before = this.end;
+    if (!before) this.origin = about.unix_time;
+    const isNew = before?.about.stream !== about.stream;
+    this.isRepeated = isNew ? this.streams.has(about.stream) : false;
+    if (this.isRepeated || (!isNew && number < before.number)) return;
+    this.streams.add(about.stream);
+    if (isNew) this.offset = Math.round(1e6 * (about.unix_time - this.origin));
+    const state = shiftSnapshot(snapshot, this.offset);
+    const line = [kind, number, step, time + this.offset, { ...about, unix_time: this.origin }, state];
+    if (!isNew && before.number === number) {
+      this.#check(before, about, state, step);
+      this.snapshots.push({ index: this.last, line });
+      return;
+    }
+    this.end = stateFrom(about, state, number, step, line[3]);
+    const opening = before ? (isNew ? "restarted" : "gap") : "opened";
+    if (before) continueFrom(before, this.end, isNew);
+    this.lines.push([opening, number, step, line[3], before && !isNew ? number - before.number : 0]);
+    this.steps.push(this.last);
+    this.snapshots.push({ index: this.last, line });
+    this.listener({ kind: opening, number, step, time: line[3] }, this.end);
+    this.#addKeyframe();
+  }
+
+  #check(before, about, snapshot, step) {
+    const found = compareWithEngine(before, about, snapshot);
+    this.checks.done += 1;
+    this.checks.step = step;
+    if (!found.length) return;
+    this.checks.failed += 1;
+    this.checks.found = found;
+    console.error("The state of the page differs from the engine's.", found);
+  }
+
+  // Forgets about half of the lines. What is left begins with a snapshot.
+  #forget() {
+    const middle = this.first + this.lines.length / 2;
+    const start = this.snapshots.find(({ index }) => index >= middle)?.index;
+    if (start === undefined) return;
+    const state = this.stateAt(start);
+    this.lines.splice(0, start - this.first);
+    this.first = start;
+    this.keyframes = [{ index: start, state: cloneState(state) }, ...this.keyframes.filter(({ index }) => index > start)];
+    this.snapshots = this.snapshots.filter(({ index }) => index >= start);
+    this.steps = this.steps.filter((index) => index >= start);
+  }
+
+  // Returns the state after the line with this index. `from` is { index, state } of a state that may be changed and continued.
+  stateAt(index, from = null) {
+    if (index >= this.last) return this.end;
+    const keyframe = this.keyframes.findLast((frame) => frame.index <= index) ?? this.keyframes[0];
+    const isNear = from && from.state !== this.end && from.index <= index && from.index >= keyframe.index;
+    const state = isNear ? from.state : cloneState(keyframe.state);
+    // A line that is not an event of the engine has a keyframe of its own.
+    for (let at = (isNear ? from : keyframe).index + 1; at <= index; at += 1) apply(state, nameFields(this.line(at), state.about.fields));
+    return state;
+  }
+
+  // ---- steps: they are counted from the first step that is known ----------------------------------
+
+  // Returns the place of a line among the steps.
+  stepAt(index) {
+    return Math.max(0, findLast(this.steps, (first) => first <= index));
+  }
+
+  // Returns the index of the last line of a step.
+  endOfStep(place) {
+    return place + 1 < this.steps.length ? this.steps[place + 1] - 1 : this.last;
+  }
+
+  // Returns the place of the step with this number. After a restart of the engine, the latest one counts.
+  placeOfNumber(number) {
+    return this.steps.findLastIndex((index) => this.line(index)[2] === number);
+  }
+
+  indexOfTime(time) {
+    return this.first + Math.max(0, findLast(this.lines, (line) => line[3] <= time));
+  }
+
+  // Returns the lines as text, as a recording has them.
+  text() {
+    const snapshots = new Map(this.snapshots.map(({ index, line }) => [index, line]));
+    const parts = [];
+    this.lines.forEach((line, i) => {
+      const snapshot = snapshots.get(this.first + i);
+      const isEvent = !["opened", "restarted", "gap"].includes(line[0]) && i > 0;
+      if (isEvent) parts.push(JSON.stringify(line));
+      if (snapshot && (!isEvent || i === 0)) parts.push(JSON.stringify(snapshot));
+    });
+    return `${parts.join("\n")}\n`;
+  }
+}
+
+// Returns the index of the last entry for which `holds` is true. It must be true up to some entry and false after it.
+function findLast(list, holds) {
+  let low = -1, high = list.length - 1;
+  while (low < high) {
+    const middle = Math.ceil((low + high) / 2);
+    if (holds(list[middle])) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+// Keeps what a snapshot does not have: requests that have ended, and texts.
+function continueFrom(before, state, isNewEngine) {
+  state.ended = before.ended;
+  for (const name of ["finished", "failed", "refused", "evictions", "drafted", "accepted"]) state.counters[name] = before.counters[name];
+  if (isNewEngine) {
+    state.counters.failed += before.sequences.size;
+    const fate = { state: "failed", reason: "lost", error: "the engine process ended", ended: state.time, step: before.step, table: [] };
+    state.ended = [...before.ended, ...[...before.sequences.values()].map((seq) => ({ ...seq, ...fate, blocks: seq.table.length }))];
+    return;
+  }
+  for (const [id, seq] of state.sequences) {
+    const { text, reply, admitted, preempted } = before.sequences.get(id) ?? {};
+    if (text !== undefined) Object.assign(seq, { text, reply, admitted, preempted });
+  }
+}
+
+const later = (time, offset) => (time === null || time === undefined ? time : time + offset);
+
+// The places of times in a line: octavo/core/event_stream.py names its fields.
+function shiftTimes(line, offset) {
+  const places = { arrived: [11, 12], committed: [5, 6, 7, 8, 9, 10] }[line[0]] ?? [];
+  for (const place of [3, ...places]) line[place] = later(line[place], offset);
+}
+
+function shiftSnapshot(snapshot, offset) {
+  if (!offset) return snapshot;
+  const sequences = snapshot.sequences.map((seq) => ({ ...seq, arrival: later(seq.arrival, offset), deadline: later(seq.deadline, offset),
+    first_token: later(seq.first_token, offset) }));
+  return { ...snapshot, sequences };
+}

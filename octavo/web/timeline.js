@@ -1,0 +1,346 @@
+// Steps over time, in real milliseconds. From top to bottom:
+//
+//   tokens    one bar per step: its width is its duration, its height the used part of the token budget
+//   device    when the device computes; below it, when the host plans, launches and commits
+//   lanes     one for each request: waiting, prefill chunks, decode steps, preemptions
+
+import { fillOf, lookOf, nameOf } from "./colours.js";
+import { byId, colour, count, element, explain, plural, prepare, spell } from "./draw.js";
+import { FINISH_REASONS } from "./words.js";
+
+const GUTTER = 58, AXIS = 16, TOKENS = 46, DEVICE = 13, HOST = 11, LANE = 21;
+const canvas = byId("timeline");
+let width = 4e6; // Microseconds that are shown.
+let right = null; // The time at the right edge; null: the chosen moment.
+let scroll = 0; // Lanes that are scrolled out at the top.
+let shown = null;
+let listeners = { select: () => {}, selectStep: () => {}, hover: () => {}, redraw: () => {} };
+let isChosen = false; // The user has chosen the zoom.
+
+export function onTimeline(given) {
+  listeners = given;
+}
+
+const legend = byId("timeline-legend");
+for (const [name, words] of [["waiting", "waits"], ["prefill", "prefill"], ["decode", "decode"], ["alarm", "preempted"], ["tier", "swapped"]])
+  legend.append(element("li", "", element("i", `key ${name}`), words));
+
+// The steps that overlap an interval.
+function stepsBetween(steps, from, to) {
+  let low = 0, high = steps.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle].landed < from) low = middle + 1;
+    else high = middle;
+  }
+  const found = [];
+  for (let i = low; i < steps.length && steps[i].start <= to; i += 1) found.push({ ...steps[i], place: i });
+  return found;
+}
+
+const hasEnded = (lane, time) => lane.end <= time;
+
+function chooseWidth(spans, now) {
+  if (isChosen || spans.steps.length < 2) return;
+  const place = Math.max(0, spans.steps.findLastIndex((step) => step.landed <= now));
+  const earlier = spans.steps[Math.max(0, place - 40)];
+  const wanted = Math.max(0.2e6, Math.min(30e6, (spans.steps[place].landed - earlier.start) * 1.05));
+  // The width follows slowly, so that the picture stays calm.
+  if (wanted > width * 1.6 || wanted < width / 1.6) width = wanted;
+}
+
+export function drawTimeline(spans, now, marks, { hidesFuture }) {
+  const { context, width: pixels, height } = prepare(canvas);
+  if (!pixels) return;
+  chooseWidth(spans, now);
+  const end = right ?? now, start = end - width, scale = (pixels - GUTTER) / width;
+  const x = (time) => GUTTER + (time - start) * scale;
+  const limit = hidesFuture ? now : Infinity;
+  const steps = stepsBetween(spans.steps, start, Math.min(end, limit));
+  const lanes = spans.allLanes.filter((lane) => lane.arrival <= Math.min(end, limit) && lane.end >= start);
+  const room = Math.max(1, Math.floor((height - AXIS - TOKENS - DEVICE - HOST - 10) / LANE));
+  scroll = Math.max(0, Math.min(scroll, lanes.length - room));
+  // Of many lanes, those that are live come first.
+  const order = lanes.length > room ? [...lanes].sort((a, b) => hasEnded(a, now) - hasEnded(b, now) || a.arrival - b.arrival) : lanes;
+  const visible = order.slice(scroll, scroll + room);
+  shown = { spans, steps, visible, start, scale, height, now, hidden: lanes.length - visible.length };
+  drawAxis(context, start, end, x, pixels, height);
+  drawSteps(context, steps, x);
+  visible.forEach((lane, i) => drawLane(context, spans, lane, AXIS + TOKENS + DEVICE + HOST + 10 + i * LANE, { x, start, end, now: Math.min(end, limit), marks, pixels }));
+  drawEdges(context, { x, now, end, pixels, height, limit });
+}
+
+function niceInterval(microseconds) {
+  const power = 10 ** Math.floor(Math.log10(microseconds));
+  return [1, 2, 5, 10].map((n) => n * power).find((n) => n >= microseconds);
+}
+
+function drawAxis(context, start, end, x, pixels, height) {
+  const interval = niceInterval((end - start) / Math.max(2, pixels / 110));
+  context.font = "10px system-ui, sans-serif";
+  context.textAlign = "left";
+  context.textBaseline = "alphabetic";
+  for (let time = Math.ceil(start / interval) * interval; time < end; time += interval) {
+    if (time < 0) continue;
+    context.fillStyle = colour("line");
+    context.fillRect(x(time), AXIS - 4, 1, height - AXIS + 4);
+    context.fillStyle = colour("dim");
+    const decimals = Math.max(0, Math.min(3, 6 - Math.floor(Math.log10(interval))));
+    context.fillText(interval >= 1e6 ? `${Math.round(time / 1e6)} s` : `${(time / 1e6).toFixed(Math.min(3, decimals))} s`, x(time) + 3, AXIS - 6);
+  }
+}
+
+function drawSteps(context, steps, x) {
+  const base = AXIS + TOKENS;
+  context.fillStyle = colour("soft");
+  context.fillRect(GUTTER, AXIS, canvas.clientWidth - GUTTER, TOKENS);
+  for (const step of steps) {
+    const left = Math.max(GUTTER, x(step.start)), wide = Math.max(0.7, x(step.landed) - left - (x(step.landed) - left > 3 ? 1 : 0));
+    const tall = (tokens) => Math.min(TOKENS, (TOKENS * tokens) / Math.max(step.budget, 1));
+    const decode = step.decode ? Math.max(1.5, tall(step.decode + step.drafted)) : 0, prefill = step.prefill ? Math.max(1.5, tall(step.prefill)) : 0;
+    context.fillStyle = colour("decode");
+    context.fillRect(left, base - decode, wide, decode);
+    context.fillStyle = colour("prefill");
+    context.fillRect(left, base - Math.min(TOKENS, decode + prefill), wide, prefill);
+    if (step.times) drawHostAndDevice(context, step, x);
+  }
+  context.fillStyle = colour("dim");
+  context.font = "10px system-ui, sans-serif";
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  const budget = steps.at(-1)?.budget;
+  if (budget) context.fillText(`${count(budget)} tok`, GUTTER - 6, AXIS + 6);
+  context.fillText("0", GUTTER - 6, base - 5);
+  context.fillText("device", GUTTER - 6, base + 1 + DEVICE / 2);
+  context.fillText("host", GUTTER - 6, base + 1 + DEVICE + HOST / 2);
+  context.textAlign = "left";
+}
+
+// Without a measured time, the device is busy from the launch, or from the landing of the step before it.
+function drawHostAndDevice(context, step, x) {
+  const { started, planned, launched, landed, done } = step.times, y = AXIS + TOKENS + 3;
+  const bar = (from, to, top, tall, name) => {
+    const left = Math.max(GUTTER, x(from)), right = x(to);
+    if (right <= left) return;
+    context.fillStyle = colour(name);
+    context.fillRect(left, top, Math.max(0.6, right - left - 0.4), tall);
+  };
+  const busyFrom = step.device ? Math.max(step.start, landed - step.device) : Math.max(planned, step.start);
+  bar(busyFrom, landed, y, DEVICE - 4, "device");
+  bar(started, launched, y + DEVICE, HOST - 4, "host");
+  bar(landed, done, y + DEVICE, HOST - 4, "host");
+
+}
+
+const SPAN_COLOURS = { waiting: "waiting", preempted: "alarm", swapped: "tier" };
+
+function drawLane(context, spans, lane, y, { x, start, end, now, marks, pixels }) {
+  const isMarked = marks.selected === lane.id || marks.hovered === lane.id, middle = y + LANE / 2;
+  if (isMarked) {
+    context.fillStyle = colour("marked");
+    context.fillRect(0, y, pixels, LANE);
+  }
+  const hasStarted = lane.marks.some((mark) => mark.time <= now) || lane.spans.some((span) => span.kind === "decode" && span.start <= now);
+  drawChip(context, lane, hasStarted ? lane.label : -1, y);
+  for (const span of lane.spans) {
+    const to = Math.min(span.end, now, lane.end);
+    if (to < start || span.start > end || span.start > now) continue;
+    const left = Math.max(GUTTER, x(span.start)), wide = Math.max(1, x(to) - left);
+    if (x(to) < GUTTER) continue;
+    if (span.kind in SPAN_COLOURS) drawWait(context, left, middle, wide, SPAN_COLOURS[span.kind]);
+    else if (span.kind === "prefill") drawPrefill(context, left, y + 4, wide, span);
+    else drawDecode(context, spans, lane, span, y + 5, { x, start, now });
+  }
+  for (const mark of lane.marks) if (mark.time >= start && mark.time <= now) drawMark(context, mark, x(mark.time), y);
+  if (lane.end <= now && lane.end >= start) drawEnd(context, lane, x(lane.end), middle);
+}
+
+function drawChip(context, lane, label, y) {
+  const text = nameOf(lane);
+  context.fillStyle = fillOf(context, label);
+  context.beginPath();
+  context.roundRect(GUTTER - 36, y + 3, 28, LANE - 6, 4);
+  context.fill();
+  if (label < 0) {
+    context.strokeStyle = colour("line");
+    context.lineWidth = 1;
+    context.stroke();
+  }
+  context.fillStyle = label < 0 ? colour("dim") : lookOf(label).ink;
+  context.font = `600 ${text.length > 2 ? 9.5 : 11.5}px system-ui, sans-serif`;
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  context.fillText(text, GUTTER - 22, y + LANE / 2 + 0.5);
+  context.textAlign = "left";
+}
+
+function drawWait(context, left, middle, wide, name) {
+  context.strokeStyle = colour(name);
+  context.lineWidth = 2;
+  context.setLineDash([3, 3]);
+  context.beginPath();
+  context.moveTo(left, middle);
+  context.lineTo(left + wide, middle);
+  context.stroke();
+  context.setLineDash([]);
+}
+
+function drawPrefill(context, left, top, wide, span) {
+  context.fillStyle = colour("prefill");
+  context.fillRect(left, top, Math.max(1, wide - 1), LANE - 8);
+  if (wide < 22) return;
+  context.fillStyle = colour("on-prefill");
+  context.font = "600 10px system-ui, sans-serif";
+  context.textBaseline = "middle";
+  context.fillText(count(span.tokens), left + 4, top + (LANE - 8) / 2 + 0.5);
+}
+
+// One tick per step, where there is room. Rejected drafts are hatched above the accepted ones.
+function drawDecode(context, spans, lane, span, top, { x, start, now }) {
+  const tall = LANE - 10;
+  context.fillStyle = colour("decode");
+  for (let place = span.first; place <= span.last; place += 1) {
+    const step = spans.steps[place];
+    if (!step || step.landed < start) continue;
+    if (step.start > now) break;
+    const left = Math.max(GUTTER, x(step.start)), to = x(Math.min(step.landed, now));
+    if (to <= GUTTER) continue;
+    const wide = to - left, gap = wide > 3 ? 1 : 0;
+    if (wide < 1) { // Many steps in a pixel: draw the rest of the span at once.
+      const rest = x(Math.min(span.end, now)) - left;
+      context.fillRect(left, top, Math.max(1, rest), tall);
+      return;
+    }
+    const drafts = span.drafts[place - span.first], share = drafts ? (1 + drafts.accepted) / (1 + drafts.drafted) : 1;
+    context.fillRect(left, top + tall * (1 - share), wide - gap, tall * share);
+    if (share < 1) {
+      context.fillStyle = colour("rejected");
+      context.fillRect(left, top, wide - gap, tall * (1 - share));
+      context.fillStyle = colour("decode");
+    }
+  }
+}
+
+function drawMark(context, mark, at, y) {
+  if (mark.kind === "preempted") {
+    context.fillStyle = colour("alarm");
+    context.beginPath();
+    context.moveTo(at - 5, y + 2);
+    context.lineTo(at + 5, y + 2);
+    context.lineTo(at, y + 10);
+    context.fill();
+  } else if (mark.cached) {
+    context.fillStyle = colour("cached");
+    context.fillRect(at - 4, y + 4, 4, LANE - 8);
+  }
+}
+
+function drawEnd(context, lane, at, middle) {
+  const failed = lane.reason === "error" || lane.reason === "lost" || lane.reason === "abort";
+  context.strokeStyle = colour(failed ? "alarm" : "ink");
+  context.lineWidth = 1.6;
+  context.beginPath();
+  if (failed) {
+    context.moveTo(at, middle - 4);
+    context.lineTo(at + 8, middle + 4);
+    context.moveTo(at + 8, middle - 4);
+    context.lineTo(at, middle + 4);
+  } else context.arc(at + 4, middle, 3, 0, 7);
+  context.stroke();
+}
+
+function drawEdges(context, { x, now, end, pixels, height, limit }) {
+  if (limit === Infinity && now < end) {
+    context.fillStyle = colour("veil");
+    context.fillRect(x(now), AXIS, pixels - x(now), height);
+  }
+  context.fillStyle = colour("accent");
+  if (now <= end) context.fillRect(Math.min(pixels - 1.5, x(now)), AXIS - 4, 1.5, height);
+  if (!shown.hidden) return;
+  context.fillStyle = colour("dim");
+  context.font = "10px system-ui, sans-serif";
+  context.textAlign = "right";
+  context.textBaseline = "alphabetic";
+  context.fillText(`${shown.hidden} more: scroll`, pixels - 6, height - 4);
+  context.textAlign = "left";
+}
+
+// ---- questions ----------------------------------------------------------------------------------------
+
+function laneAt(y) {
+  return shown?.visible[Math.floor((y - (AXIS + TOKENS + DEVICE + HOST + 10)) / LANE)];
+}
+
+const timeAt = (x) => shown.start + (x - GUTTER) / shown.scale;
+const stepAt = (time) => shown.steps.find((step) => time >= step.start && time <= step.landed);
+
+export function describeStep(step) {
+  const lines = [`step ${count(step.number)}: ${spell(step.landed - step.start)}`];
+  const parts = [step.decode && `${plural(step.decode, "sequence")} decode`, step.prefill && `${plural(step.prefill, "prefill token")}`].filter(Boolean);
+  lines.push(`${parts.join(", ") || "moves blocks only"}; budget ${count(step.budget)}`);
+  if (step.drafted) lines.push(`${count(step.accepted)} of ${plural(step.drafted, "draft")} accepted`);
+  if (step.times) {
+    const { started, planned, launched, wait_began, landed, done } = step.times;
+    lines.push(`host: plan ${spell(planned - started)}, launch ${spell(launched - planned)}, wait ${spell(landed - wait_began)}, commit ${spell(done - landed)}`);
+  }
+  if (step.device) lines.push(`device: ${spell(step.device)}`);
+  if (step.urgent) lines.push("other sequences pause for an urgent prompt");
+  return lines;
+}
+
+explain(canvas, (x, y) => {
+  if (!shown || x < GUTTER) return shown && laneAt(y) ? laneAt(y).request : "";
+  const time = timeAt(x), lane = laneAt(y), step = stepAt(time);
+  if (!lane) return step ? describeStep(step).join("\n") : "";
+  const span = lane.spans.findLast((each) => each.start <= time);
+  if (!span || time > Math.min(shown.now, lane.end)) return "";
+  const name = nameOf(lane), lasted = spell(Math.min(span.end, lane.end, shown.now) - span.start);
+  if (lane.end <= time) return `${name}: ${FINISH_REASONS[lane.reason] ?? lane.reason}`;
+  if (span.kind === "prefill") return `${name}: prefill of tokens ${count(span.from + 1)}–${count(span.from + span.tokens)} in step ${count(span.step)}, ${lasted}`;
+  if (span.kind === "decode") return [`${name}: decode`, ...(step ? describeStep(step) : [])].join("\n");
+  const admission = lane.marks.find((mark) => mark.kind === "admitted" && mark.time >= span.end);
+  const cost = admission && span.kind !== "waiting" ? `\n${count(admission.recomputed)} tokens recomputed, ${count(admission.cached)} found in the cache` : "";
+  return `${name}: ${span.kind} for ${lasted}\n${span.why ?? ""}${cost}`;
+});
+canvas.addEventListener("pointermove", (event) => listeners.hover(laneAt(event.offsetY)?.id ?? 0));
+canvas.addEventListener("pointerleave", () => listeners.hover(0));
+canvas.addEventListener("click", (event) => {
+  if (!shown) return;
+  const lane = laneAt(event.offsetY), step = event.offsetX > GUTTER ? stepAt(timeAt(event.offsetX)) : null;
+  if (lane) listeners.select(lane.id);
+  if (step && event.offsetY < AXIS + TOKENS + DEVICE + HOST + 6) listeners.selectStep(step);
+});
+canvas.addEventListener("wheel", (event) => {
+  event.preventDefault();
+  if (event.ctrlKey || event.metaKey) zoomBy(event.deltaY > 0 ? 1.25 : 0.8);
+  else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan((event.deltaX / canvas.clientWidth) * width);
+  else scroll += Math.sign(event.deltaY);
+  listeners.redraw();
+}, { passive: false });
+canvas.addEventListener("keydown", (event) => {
+  const actions = { "+": () => zoomBy(0.6), "=": () => zoomBy(0.6), "-": () => zoomBy(1.7), ArrowUp: () => (scroll -= 1), ArrowDown: () => (scroll += 1) };
+  if (!actions[event.key]) return;
+  event.preventDefault();
+  event.stopPropagation();
+  actions[event.key]();
+  listeners.redraw();
+});
+
+export function zoomBy(factor) {
+  isChosen = true;
+  width = Math.max(2000, Math.min(3600e6, width * factor));
+  listeners.redraw();
+}
+
+function pan(time) {
+  if (!shown) return;
+  right = Math.max(width * 0.1, (right ?? shown.now) + time);
+  if (right >= shown.now && time > 0) right = null;
+}
+
+export function followNow() {
+  right = null;
+}
+
+byId("wider").addEventListener("click", () => zoomBy(1.7));
+byId("narrower").addEventListener("click", () => zoomBy(0.6));

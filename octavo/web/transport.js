@@ -1,0 +1,136 @@
+// Time travel: pause, steps, the slider, the speed of a replay, and the keyboard.
+
+import { byId, colour, count, element, prepare, setText } from "./draw.js";
+
+const scrub = byId("scrub"), map = byId("scrub-map");
+let timer = 0;
+let isPlaying = false;
+
+export function bindTransport(page, { showLink }) {
+  const pause = () => {
+    if (isPlaying) return stop();
+    if (page.isReplay) return play(page);
+    page.moveTo(page.follows ? page.index : page.history.last, !page.follows);
+    showLink();
+  };
+  const step = (number) => {
+    stop();
+    page.moveSteps(number);
+    showLink();
+  };
+  byId("pause").addEventListener("click", pause);
+  byId("back").addEventListener("click", () => step(-1));
+  byId("forward").addEventListener("click", () => step(1));
+  byId("live").addEventListener("click", () => {
+    stop();
+    page.moveTo(page.history.last, !page.isReplay);
+    showLink();
+  });
+  scrub.addEventListener("input", () => {
+    stop();
+    page.moveTo(page.history.endOfStep(Number(scrub.value)));
+    showLink();
+  });
+  byId("link").addEventListener("click", async () => {
+    if (page.follows) page.moveTo(page.index);
+    showLink();
+    await navigator.clipboard?.writeText(location.href).catch(() => {});
+    setText(byId("link"), "copied");
+    setTimeout(() => setText(byId("link"), "link"), 1500);
+  });
+  addEventListener("keydown", (event) => {
+    if (event.target.closest("input, textarea, select, dialog, [role=tab]") && event.target !== scrub) return;
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const many = event.shiftKey ? 10 : 1;
+    const actions = { " ": pause, ArrowLeft: () => step(-many), ArrowRight: () => step(many), Home: () => step(-Infinity), End: () => byId("live").click(),
+      j: () => chooseNext(page, 1), k: () => chooseNext(page, -1), "?": showHelp, Escape: () => page.select({ kind: "none" }),
+      "+": () => byId("narrower").click(), "-": () => byId("wider").click() };
+    if (!actions[event.key] || (event.target.closest("button, summary") && event.key === " ")) return;
+    event.preventDefault();
+    actions[event.key]();
+  });
+  byId("help-button").addEventListener("click", showHelp);
+}
+
+// Selects the next or the previous request of the table.
+function chooseNext(page, direction) {
+  const sequences = [...page.state.sequences.values()].sort((a, b) => a.name - b.name);
+  if (!sequences.length) return;
+  const at = sequences.findIndex((seq) => seq.id === page.selection.id);
+  page.select({ kind: "sequence", id: sequences.at((at + direction) % sequences.length).id });
+}
+
+// ---- playing a recording --------------------------------------------------------------------------------
+
+export function play(page) {
+  if (page.index >= page.history.last) page.moveTo(page.history.first);
+  isPlaying = true;
+  let before = performance.now(), time = page.now;
+  const advance = (now) => {
+    if (!isPlaying) return;
+    time += 1000 * (now - before) * Number(byId("speed").value);
+    before = now;
+    const index = page.history.indexOfTime(time);
+    if (index > page.index) page.moveTo(index);
+    if (page.index >= page.history.last) stop();
+    timer = requestAnimationFrame(advance);
+  };
+  timer = requestAnimationFrame(advance);
+}
+
+export function stop() {
+  isPlaying = false;
+  cancelAnimationFrame(timer);
+}
+
+// ---- drawing --------------------------------------------------------------------------------------------
+
+export function drawTransport(page) {
+  const { history, state } = page, last = Math.max(0, history.steps.length - 1);
+  if (Number(scrub.max) !== last) scrub.max = last;
+  const place = history.stepAt(page.index);
+  if (Number(scrub.value) !== place) scrub.value = place;
+  const isMoving = page.isReplay ? isPlaying : page.follows;
+  setText(byId("pause"), isMoving ? "pause" : page.isReplay ? "play" : "resume");
+  byId("pause").ariaPressed = String(!isMoving);
+  byId("live").hidden = page.isReplay || page.follows;
+  const behind = history.last - page.index;
+  setText(byId("live"), behind > 0 ? `go live (${count(behind)} new)` : "go live");
+  setText(byId("clock"), `step ${count(state.step)} · ${(page.now / 1e6).toFixed(2)} s`);
+  scrub.ariaValueText = `step ${state.step}`;
+  byId("speed-box").hidden = !page.isReplay;
+  document.body.classList.toggle("paused", !isMoving);
+  drawMap(page);
+}
+
+// The tokens of each step along the slider, and a mark for each preemption.
+function drawMap({ spans, history }) {
+  const { context, width, height } = prepare(map), steps = spans.steps;
+  if (!steps.length || !width || !history.steps.length) return;
+  const shown = history.steps.length, first = Math.max(0, steps.length - shown), columns = Math.max(1, Math.floor(width / 2));
+  const perColumn = Math.max(1, (steps.length - first) / columns);
+  for (let column = 0; column < columns; column += 1) {
+    const from = first + Math.floor(column * perColumn), to = Math.min(steps.length, Math.max(from + 1, first + Math.floor((column + 1) * perColumn)));
+    let most = 0;
+    for (let i = from; i < to; i += 1) if (steps[i]) most = Math.max(most, (steps[i].decode + steps[i].prefill) / Math.max(1, steps[i].budget));
+    if (from >= steps.length) break;
+    const tall = Math.max(1, Math.min(1, most) * (height - 4)), x = ((from - first) / Math.max(1, steps.length - first)) * width;
+    context.fillStyle = colour("map");
+    context.fillRect(x, height - tall - 2, Math.max(1, width / Math.max(1, steps.length - first) - 0.5), tall);
+  }
+}
+
+// ---- help -----------------------------------------------------------------------------------------------
+
+const KEYS = [["space", "pause or continue"], ["← →", "one step back or forward; with shift ten"], ["Home, End", "the first and the latest step"], ["j, k", "the next and the previous request"],
+  ["+ −", "zoom of the timeline"], ["Tab", "reaches the wall and the timeline; arrow keys move inside"], ["Esc", "choose nothing"], ["?", "this help"]];
+
+function showHelp() {
+  const list = element("dl");
+  for (const [keys, words] of KEYS) list.append(element("dt", "", keys), element("dd", "", words));
+  byId("help-text").replaceChildren(element("h2", "", "How to read this page"),
+    element("p", "", "Every view shows one moment. While the page follows, it is the latest event. Pause, and use the slider or the arrow keys to look at any step before it."),
+    element("p", "", "Letters, colours and patterns stand for requests, in all views. Choose a request, a block or a step, and “Why?” explains it. docs/watching.md walks through examples."), list);
+  byId("help-text").querySelector("h2").id = "help-title";
+  byId("help").showModal();
+}

@@ -1,0 +1,109 @@
+// Events in words, for the log and for the life of a request.
+
+import { nameOf } from "./colours.js";
+import { count, plural, short } from "./draw.js";
+
+// Kind -> the group that the log can hide, and the word in front of the event.
+export const KINDS = {
+  opened: ["server", "opened"], restarted: ["server", "restarted"], gap: ["server", "skipped"], settings: ["server", "settings"],
+  arrived: ["requests", "arrived"], forked: ["requests", "forked"], compiling: ["requests", "compiling"], refused: ["requests", "refused"],
+  admitted: ["requests", "admitted"], waiting: ["requests", "waits"], unplanned: ["requests", "skipped"], preempted: ["requests", "preempted"],
+  recomputes: ["requests", "recomputes"], finished: ["requests", "finished"], failed: ["requests", "failed"],
+  planned: ["steps", "planned"], committed: ["steps", "committed"], stepfailed: ["steps", "failed"],
+  shared: ["blocks", "shared"], allocated: ["blocks", "allocated"], copied: ["blocks", "copied"], dropped: ["blocks", "dropped"],
+  released: ["blocks", "released"], published: ["blocks", "published"], evicted: ["blocks", "evicted"], cleared: ["blocks", "cleared"],
+  stored: ["tiers", "stored"], requested: ["tiers", "requested"], loaded: ["tiers", "loaded"], ready: ["tiers", "ready"],
+  forgotten: ["tiers", "dropped"], listed: ["tiers", "listed"],
+};
+export const GROUPS = ["requests", "steps", "blocks", "tiers", "server"];
+
+export const FINISH_REASONS = {
+  stop: "end of text or stop string", length: "max_tokens reached", abort: "aborted", error: "failed", lost: "the engine process ended",
+  pruned: "beam search continued with better beams", search_over: "beam search finished",
+};
+
+const blockList = (blocks) => {
+  const shown = blocks.filter((block) => block);
+  return shown.length > 6 ? `${shown.slice(0, 5).join(", ")} … ${shown.at(-1)}` : shown.join(", ");
+};
+
+// Returns an event as words. `name(id)` returns the letters of a sequence.
+export function describe(event, name) {
+  const who = event.seq ? name(event.seq) : "";
+  const writer = writers[event.kind];
+  return writer ? writer(event, who, name) : who;
+}
+
+const writers = {
+  opened: () => "the page has the engine's state from here on",
+  restarted: () => "a new engine process has started with an empty cache",
+  gap: (e) => `${plural(e.missed ?? 0, "event")} not shown: this page was too slow`,
+  settings: (e) => Object.entries(e.settings).map(([key, value]) => `${key} ${value}`).join(", "),
+  arrived: (e, who) => `${who}: ${plural(e.prompt, "prompt token")}${e.priority ? `, priority ${e.priority}` : ""}${e.tenant ? `, tenant ${e.tenant}` : ""}`,
+  forked: (e, who, name) => `${who} continues the prompt of ${name(e.parent)}`,
+  compiling: (e) => `${short(e.request)}: its structured output is compiled`,
+  refused: (e) => `${short(e.request)}: ${e.reason}`,
+  admitted: (e, who) => `${who}: ${count(e.cached)} of ${plural(e.tokens, "token")} cached${e.recomputed ? `, ${count(e.recomputed)} to be recomputed` : ""}`,
+  waiting: (e, who, name) => `${who}: ${e.reason}${e.needed ? ` (needs ${e.needed})` : ""}${e.waits_for ? ` (${name(e.waits_for)})` : ""}`,
+  unplanned: (e, who) => `${who}: ${e.reason}`,
+  recomputes: (e, who) => `${who}: there is no KV cache, so all of its tokens are computed again`,
+  preempted: (e, who, name) => `${who}: ${e.reason}${e.beneficiary && e.beneficiary !== e.seq ? `, for ${name(e.beneficiary)}` : ""}; ${plural(e.positions, "position")} lost`,
+  finished: (e, who) => `${who}: ${FINISH_REASONS[e.reason] ?? e.reason}, ${plural(e.generated, "token")}`,
+  failed: (e, who) => `${who}: ${e.error}`,
+  planned: (e, who, name) => {
+    const prefill = e.chunks.map(([id, start, tokens]) => `${name(id)} ${start}–${start + tokens}`).join(", ");
+    const decodes = e.decode ? e.decode.length : null;
+    return [decodes === null ? "the same sequences decode" : decodes && `${decodes} decode`, prefill && `prefill ${prefill}`].filter(Boolean).join(" + ") || "moves blocks";
+  },
+  committed: (e) => `step ${e.of}: ${count((e.landed - e.started) / 1000)} ms`,
+  stepfailed: (e) => `step ${e.of}: ${e.error}`,
+  shared: (e, who) => `${who} shares ${blockList(e.blocks)}`,
+  allocated: (e, who) => `${who || "promotion"} gets ${blockList(e.blocks)}`,
+  copied: (e, who) => `${who} copies ${e.source} to ${e.target} before it writes`,
+  dropped: (e, who) => `${who} drops ${e.block}`,
+  released: (e, who) => `${who || "promotion"} releases ${blockList(e.blocks)}`,
+  published: (e) => `block ${e.block} has content #${e.content}${e.parent ? ` after #${e.parent}` : ""}`,
+  evicted: (e) => `block ${e.block} loses content #${e.content}`,
+  cleared: () => "all contents of the device are forgotten",
+  stored: (e) => (e.tier === "host" ? `content #${e.content}: block ${e.block} to host block ${e.host_block}` : `content #${e.content} is on disk`),
+  requested: (e) => `content #${e.content} from disk`,
+  loaded: (e) => (e.tier === "host" ? `content #${e.content}: host block ${e.host_block} to block ${e.block}` : `content #${e.content} read from disk`),
+  ready: (e) => `host block ${e.host_block} holds content #${e.content}`,
+  forgotten: (e) => `content #${e.content} leaves ${e.tier === "host" ? "host memory" : "the disk"}`,
+  listed: (e) => `${plural(e.contents, "content")} on disk`,
+};
+
+// Remembers the letters of every sequence and who computed each content, so that events of the past can be described.
+export class Names {
+  constructor() {
+    this.seen = new Map(); // Sequence id -> { id, name, index, label, request }
+    this.contents = new Map(); // Number of a content -> { seq, text }
+    this.writers = []; // Block -> the sequence that it was allocated for last.
+  }
+
+  add(event, state) {
+    if (event.kind === "allocated") for (const block of event.blocks) this.writers[block] = event.seq;
+    else if (event.kind === "copied") this.writers[event.target] = event.seq;
+    else if (event.kind === "published") this.contents.set(event.content, { seq: this.writers[event.block] ?? 0, text: event.text });
+    else if (event.kind === "arrived" || event.kind === "forked" || event.kind === "admitted") this.#keep(state.sequences.get(event.seq));
+    else if (event.kind === "opened" || event.kind === "restarted" || event.kind === "gap") {
+      for (const seq of state.sequences.values()) {
+        this.#keep(seq);
+        for (const block of seq.table) this.writers[block] = seq.id;
+      }
+    }
+  }
+
+  #keep(seq) {
+    if (seq) this.seen.set(seq.id, { id: seq.id, name: seq.name, index: seq.index, label: seq.label, request: seq.request });
+  }
+
+  of(id) {
+    return this.seen.get(id);
+  }
+
+  letters(id) {
+    const seq = this.seen.get(id);
+    return seq ? nameOf(seq) : "a request of earlier";
+  }
+}

@@ -1,0 +1,81 @@
+"""The files of the live page, and the page as one file with a recording inside.
+
+The scripts are modules that import each other by relative paths. In a single file, an import map
+gives each of them an address that contains its text, so nothing is translated or joined.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "web"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+}
+IMPORT = re.compile(r'(from|import) "\./([\w.-]+)"')
+# What a page in a single file may load: nothing from elsewhere.
+SINGLE_FILE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'"
+)
+
+
+@cache
+def page_files() -> dict[str, tuple[bytes, str]]:
+    """Return path -> (content, type) of the files that a browser loads."""
+    return {
+        "/" if file.name == "index.html" else f"/web/{file.name}": (
+            file.read_bytes(),
+            TYPES[file.suffix],
+        )
+        for file in sorted(FOLDER.iterdir())
+        if file.suffix in TYPES
+    }
+
+
+def single_file(recording: bytes, title: str = "Octavo, recording", lesson: str = "") -> str:
+    """Return the page as one HTML file that shows a recording. `lesson` is the text of a lesson, as
+    JSON."""
+    page = (FOLDER / "index.html").read_text(encoding="utf-8")
+    packed = base64.b64encode(gzip.compress(recording, mtime=0)).decode()
+    parts = [f'<script type="text/plain" id="recording">{packed}</script>']
+    if lesson:
+        parts.append(f'<script type="application/json" id="lesson-text">{_inline(lesson)}</script>')
+    policy = html.escape(SINGLE_FILE_POLICY, quote=True)
+    style = (FOLDER / "page.css").read_text(encoding="utf-8")
+    replaced = {
+        "<title>Octavo, live</title>": f"<title>{html.escape(title)}</title>",
+        '<meta charset="utf-8">': '<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<link rel="stylesheet" href="./web/page.css">': f"<style>\n{style}</style>",
+        '<script type="module" src="./web/page.js"></script>': f"{_import_map()}\n"
+        '<script type="module">import "octavo/page.js";</script>',
+        "</body>": "\n".join(parts) + "\n</body>",
+    }
+    for old, new in replaced.items():
+        assert page.count(old) == 1, f"the page must contain {old} once"
+        page = page.replace(old, new)
+    return page
+
+
+def _import_map() -> str:
+    """Return the import map that gives each script an address with its text in it."""
+    addresses = {}
+    for file in sorted(FOLDER.glob("*.js")):
+        script = IMPORT.sub(r'\1 "octavo/\2"', file.read_text(encoding="utf-8"))
+        encoded = base64.b64encode(script.encode()).decode()
+        addresses[f"octavo/{file.name}"] = f"data:text/javascript;base64,{encoded}"
+    return f'<script type="importmap">{json.dumps({"imports": addresses})}</script>'
+
+
+def _inline(text: str) -> str:
+    """Return JSON that may stand inside a script element."""
+    return text.replace("<", "\\u003c")

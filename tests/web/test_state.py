@@ -1,0 +1,48 @@
+"""The page's own code derives the state of the engine from the event stream, whatever happens. Node
+runs it, where there is one; tests/web/test_browser.py runs it in a browser."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.web.streams import NODE, run_node, stream_of_trial
+
+pytestmark = pytest.mark.skipif(NODE is None, reason="needs node")
+
+
+def reduced(seeds: range, **options: Any) -> dict[str, Any]:
+    streams = [b"\n".join(stream_of_trial(seed, **options)) for seed in seeds]
+    found: dict[str, Any] = run_node("reduce.mjs", b"\n\n".join(streams))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"beams": True}, {"evict": True}, {"drafts": True, "guided": True}], ids=str
+)
+def test_the_state_of_the_page_is_that_of_the_engine(options: dict[str, bool]) -> None:
+    found = reduced(range(500, 508), **options)
+    assert found["found"] == []
+    assert found["events"] > 1000 and found["snapshots"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"beams": True}, {"evict": True}, {"drafts": True, "guided": True}], ids=str
+)
+def test_the_state_of_the_page_is_that_of_the_engine_in_many_workloads(
+    options: dict[str, bool],
+) -> None:
+    for first in range(1000, 1400, 50):
+        assert reduced(range(first, first + 50), **options)["found"] == []
+
+
+def test_the_history_is_the_same_from_both_directions() -> None:
+    """Any place of a recording is reached by stepping to it, and by jumping to it."""
+    for seed in (511, 516):
+        lines = b"\n".join(stream_of_trial(seed, snapshots=0.1, evict=True))
+        found = run_node("seek.mjs", lines)
+        assert found["differences"] == [] and found["places"] > 50
+        assert found["text"], "the lines are written as they were read"
+        assert found["kept"] and found["once"]
