@@ -582,7 +582,7 @@ class EngineOptions:
     show_text: Annotated[
         bool,
         Option(
-            "Show prompts and replies on the live page, and write them to --record-events.",
+            "Show prompts and replies on the live page and in recordings of events.",
             "Safety",
         ),
     ] = False

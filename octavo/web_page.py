@@ -20,6 +20,7 @@ TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
 }
+PLACEHOLDER = "@RECORDING@"
 IMPORT = re.compile(r'(from|import) "\./([\w.-]+)"')
 # What a page in a single file may load: nothing from elsewhere.
 SINGLE_FILE_POLICY = (
@@ -30,8 +31,11 @@ SINGLE_FILE_POLICY = (
 
 @cache
 def page_files() -> dict[str, tuple[bytes, str]]:
-    """Return path -> (content, type) of the files that a browser loads."""
-    return {
+    """Return path -> (content, type) of the files that a browser loads.
+
+    One of them is the page as a single file without a recording. The page puts its own recording
+    into it when somebody saves what the page shows."""
+    files = {
         "/" if file.name == "index.html" else f"/web/{file.name}": (
             file.read_bytes(),
             TYPES[file.suffix],
@@ -39,22 +43,33 @@ def page_files() -> dict[str, tuple[bytes, str]]:
         for file in sorted(FOLDER.iterdir())
         if file.suffix in TYPES
     }
+    empty = _single_file(PLACEHOLDER, "Octavo, recording", lesson="")
+    return files | {"/web/single-file.html": (empty.encode(), TYPES[".html"])}
+
+
+def page_of_recording(path: str) -> bytes:
+    """Return the page with the address of a recording, which the page loads."""
+    page = (FOLDER / "index.html").read_text(encoding="utf-8")
+    return page.replace("<body>", f'<body data-recording="{html.escape(path)}">').encode()
 
 
 def single_file(recording: bytes, title: str = "Octavo, recording", lesson: str = "") -> str:
     """Return the page as one HTML file that shows a recording. `lesson` is the text of a lesson, as
     JSON."""
-    page = (FOLDER / "index.html").read_text(encoding="utf-8")
     packed = base64.b64encode(gzip.compress(recording, mtime=0)).decode()
+    return _single_file(packed, title, lesson)
+
+
+def _single_file(packed: str, title: str, lesson: str) -> str:
+    page = (FOLDER / "index.html").read_text(encoding="utf-8")
     parts = [f'<script type="text/plain" id="recording">{packed}</script>']
     if lesson:
         parts.append(f'<script type="application/json" id="lesson-text">{_inline(lesson)}</script>')
-    policy = html.escape(SINGLE_FILE_POLICY, quote=True)
     style = (FOLDER / "page.css").read_text(encoding="utf-8")
     replaced = {
         "<title>Octavo, live</title>": f"<title>{html.escape(title)}</title>",
         '<meta charset="utf-8">': '<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        f'<meta http-equiv="Content-Security-Policy" content="{SINGLE_FILE_POLICY}">',
         '<link rel="stylesheet" href="./web/page.css">': f"<style>\n{style}</style>",
         '<script type="module" src="./web/page.js"></script>': f"{_import_map()}\n"
         '<script type="module">import "octavo/page.js";</script>',

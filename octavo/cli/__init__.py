@@ -30,6 +30,7 @@ from octavo.cli import (
     doctor,
     plan,
     quantize,
+    replay_command,
     route_command,
     run_batch_command,
     serve_command,
@@ -70,6 +71,7 @@ app.command(rich_help_panel="Generate", cls=VllmCommand)(run_batch_command.run_b
 app.command(rich_help_panel="Generate")(route_command.route)
 app.command(rich_help_panel="Look")(plan.plan)
 app.command(rich_help_panel="Look")(doctor.doctor)
+app.command(rich_help_panel="Look")(replay_command.replay)
 app.command(rich_help_panel="Convert")(quantize.quantize)
 app.command(rich_help_panel="Convert")(train_draft_command.train_draft)
 app.command(rich_help_panel="Measure")(simulate_command.simulate)

@@ -64,7 +64,7 @@ from octavo.events import (
     TierRequested,
     TierStored,
 )
-from octavo.types import Sequence
+from octavo.types import Item, Sequence
 
 # What follows kind, number, step and time in a line of each kind. Sequences are given by
 # Sequence.id, contents by their number in this stream, times in microseconds since its start.
@@ -355,7 +355,7 @@ class EventStream:
     def _on_plan(self, event: StepPlanned) -> None:
         plan = event.plan
         chunks = [
-            (item.seq_id, item.start, item.num_tokens, int(item.sample))
+            (item.seq_id, item.start, item.num_tokens, int(self._is_last(item)), int(item.sample))
             for item in plan.items
             if item.start is not None
         ]
@@ -367,6 +367,11 @@ class EventStream:
             drafts = [item.num_drafts for item in plan.items if item.start is None]
         listed = None if same else decode
         self._add("planned", event, event.token_budget, chunks, listed, drafts, int(plan.urgent))
+
+    def _is_last(self, item: Item) -> bool:
+        """Return whether a chunk is the last of its prompt. A request for embeddings does not
+        sample after it."""
+        return item.sample or item.max_kv_len == len(self.scheduler.live[item.seq_id].tokens)
 
     def _on_landing(self, event: StepLanded) -> None:
         """Add how many tokens each item sampled, unless each sampled one at most."""

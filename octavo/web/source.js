@@ -8,7 +8,10 @@ const PHASES = { starting: "starting", importing: "importing", loading: "loading
 
 export async function openSource(page, tools) {
   const embedded = byId("recording");
-  if (embedded) return openRecording(page, tools, await unpack(embedded.textContent));
+  if (embedded) {
+    byId("save").hidden = true; // This is such a file.
+    return openRecording(page, tools, await unpack(embedded.textContent));
+  }
   if (document.body.dataset.recording) return openRecording(page, tools, await fetchRecording(document.body.dataset.recording));
   follow({
     onState: showServer,

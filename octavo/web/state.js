@@ -203,10 +203,10 @@ const handlers = {
   },
 
   planned(state, event) {
-    const items = event.chunks.map(([id, start, tokens, samples]) => {
+    const items = event.chunks.map(([id, start, tokens, isLast, samples]) => {
       const seq = state.sequences.get(id);
       seq.planned = start + tokens;
-      if (samples) seq.state = "decode";
+      if (isLast) seq.state = "decode";
       return { id, epoch: seq.epoch, tokens, drafts: 0, samples, start };
     });
     state.decode = event.decode ?? state.decode;

@@ -1,6 +1,7 @@
 // Time travel: pause, steps, the slider, the speed of a replay, and the keyboard.
 
 import { byId, colour, count, element, prepare, setText } from "./draw.js";
+import { address } from "./feed.js";
 
 const scrub = byId("scrub"), map = byId("scrub-map");
 let timer = 0;
@@ -50,6 +51,7 @@ export function bindTransport(page, { showLink }) {
     actions[event.key]();
   });
   byId("help-button").addEventListener("click", showHelp);
+  byId("save").addEventListener("click", () => save(page));
 }
 
 // Selects the next or the previous request of the table.
@@ -81,6 +83,22 @@ export function play(page) {
 export function stop() {
   isPlaying = false;
   cancelAnimationFrame(timer);
+}
+
+// Saves what the page has seen as one HTML file, which needs no server.
+async function save(page) {
+  setText(byId("save"), "saving");
+  const reply = await fetch(address("web/single-file.html"));
+  const packed = await new Response(new Blob([page.history.text()]).stream().pipeThrough(new CompressionStream("gzip"))).arrayBuffer();
+  const bytes = new Uint8Array(packed), parts = [];
+  for (let at = 0; at < bytes.length; at += 30000) parts.push(String.fromCharCode(...bytes.subarray(at, at + 30000)));
+  const text = (await reply.text()).replace("@RECORDING@", btoa(parts.join("")));
+  const link = element("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: "text/html" }));
+  link.download = `octavo-${new Date().toISOString().slice(0, 19).replaceAll(":", "-")}.html`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+  setText(byId("save"), "save");
 }
 
 // ---- drawing --------------------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ def reduced(seeds: range, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"beams": True}, {"evict": True}, {"drafts": True, "guided": True}], ids=str
+    "options",
+    [{}, {"beams": True}, {"evict": True}, {"drafts": True, "guided": True}, {"switches": True}],
+    ids=str,
 )
 def test_the_state_of_the_page_is_that_of_the_engine(options: dict[str, bool]) -> None:
     found = reduced(range(500, 508), **options)
@@ -29,7 +31,9 @@ def test_the_state_of_the_page_is_that_of_the_engine(options: dict[str, bool]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"beams": True}, {"evict": True}, {"drafts": True, "guided": True}], ids=str
+    "options",
+    [{}, {"beams": True}, {"evict": True}, {"drafts": True}, {"switches": True}, {"pooling": True}],
+    ids=str,
 )
 def test_the_state_of_the_page_is_that_of_the_engine_in_many_workloads(
     options: dict[str, bool],

@@ -1,0 +1,60 @@
+"""`octavo replay`: opens the live page on a recording, or writes both into one HTML file."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.cli.options import command, fail, flag, option
+from octavo.cli.terminal import say
+
+Port = Annotated[int, option("Port to serve the page on; 0 takes any free port.", None, "0..65535")]
+NoBrowser = Annotated[bool, flag("--no-browser", "Do not open the page in a browser.")]
+
+
+@command
+def replay(
+    recording: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="File that --record-events has written.", show_default=False
+        ),
+    ],
+    export: Annotated[
+        Path | None,
+        option("Write the page and the recording into one HTML file instead.", None, "FILE"),
+    ] = None,
+    port: Port = 0,
+    no_browser: NoBrowser = False,
+) -> None:
+    """Replay a recording in a browser: [bold]octavo replay events.jsonl[/bold]"""
+    from octavo.core.event_recorder import read_recording
+    from octavo.web_page import single_file
+
+    lines = read_recording(recording)
+    if export is not None:
+        export.write_text(single_file(lines, f"Octavo, {recording.name}"), encoding="utf-8")
+        num_events = lines.count(b"\n")
+        say(f"{export} shows {num_events:,} events: open it in a browser")
+        return
+    serve_recording(lines, port, opens_browser=not no_browser)
+
+
+def serve_recording(lines: bytes, port: int, opens_browser: bool, lesson: str = "") -> None:
+    """Serve the page with a recording until Ctrl-C."""
+    from octavo.replay_server import ReplayServer
+
+    try:
+        server = ReplayServer(lines, port, lesson)
+    except OSError as error:
+        fail(f"port {port} cannot be used ({error.strerror}): choose another one with --port")
+    say(f"replay:  {server.url}   (Ctrl-C ends it)")
+    if opens_browser:
+        webbrowser.open(server.url)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        server.server_close()
