@@ -1,5 +1,5 @@
-"""Serves the live page with a recording, for `octavo replay` and `octavo lesson`. It needs no package
-beside Python's own.
+"""Serves the live page with a recording, for `octavo replay` and `octavo lesson`. It needs only
+Python's own packages.
 
 It listens on a loopback address, and answers only requests for that address: a recording may have
 text, and a web page elsewhere must not read it.

@@ -31,11 +31,29 @@ export function readColours() {
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", readColours);
 
-export const isStill = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+const stillness = matchMedia("(prefers-reduced-motion: reduce)");
+let isMotionless = stillness.matches;
+stillness.addEventListener("change", () => (isMotionless = stillness.matches));
+// Whether the user wants as little motion as possible.
+export const isStill = () => isMotionless;
+
+// The sizes of canvases in CSS pixels. Asking a canvas for its size in every frame would make the browser lay out the page each time.
+const sizes = new Map();
+const sizeObserver = new ResizeObserver((entries) => {
+  for (const { target } of entries) sizes.set(target, [target.clientWidth, target.clientHeight]);
+});
+
+function sizeOf(canvas) {
+  if (!sizes.has(canvas)) {
+    sizes.set(canvas, [canvas.clientWidth, canvas.clientHeight]);
+    sizeObserver.observe(canvas);
+  }
+  return sizes.get(canvas);
+}
 
 // Returns the context of a canvas, scaled and cleared, and its size in CSS pixels.
 export function prepare(canvas) {
-  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
+  const ratio = window.devicePixelRatio || 1, [width, height] = sizeOf(canvas);
   const pixels = [Math.round(width * ratio), Math.round(height * ratio)];
   if (canvas.width !== pixels[0] || canvas.height !== pixels[1]) [canvas.width, canvas.height] = pixels;
   const context = canvas.getContext("2d");
@@ -46,7 +64,8 @@ export function prepare(canvas) {
 
 // ---- numbers ----------------------------------------------------------------------------------------
 
-export const count = (n) => Math.round(n).toLocaleString("en");
+const numbers = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+export const count = (n) => numbers.format(n);
 export const plural = (n, noun, nouns = `${noun}s`) => `${count(n)} ${n === 1 ? noun : nouns}`;
 export const percent = (part, whole) => (whole ? `${few((100 * part) / whole)} %` : "–");
 

@@ -5,7 +5,7 @@
 
 import { apply, cloneState, compareWithEngine, nameFields, stateFrom } from "./state.js";
 
-const KEYFRAME_INTERVAL = 8192; // Lines between two copies of the state.
+const KEYFRAME_INTERVAL = 16384; // Lines between two copies of the state.
 const MAX_LINES = 1_200_000; // The older half of the lines is forgotten when there are more.
 
 export class History {

@@ -1,7 +1,7 @@
 // The row of metrics. All of them are derived from events before the chosen moment, so that they can be replayed.
 
 import { byId, colour, count, duration, element, few, onTheme, prepare, setText } from "./draw.js";
-import { percentile } from "./spans.js";
+import { lastLanded, percentile } from "./spans.js";
 import { countBlocks, countStates } from "./state.js";
 
 const WINDOW = 30; // Seconds that percentiles look back.
@@ -51,7 +51,7 @@ const span = (steps) => (steps.length ? (steps[0].landed - steps.at(-1).start) /
 // Returns the steps of the last seconds before a time, newest first.
 function stepsBefore(steps, now, seconds) {
   const found = [];
-  for (let i = steps.findLastIndex((step) => step.landed <= now); i >= 0 && steps[i].landed > now - 1e6 * seconds; i -= 1) found.push(steps[i]);
+  for (let i = lastLanded(steps, now); i >= 0 && steps[i].landed > now - 1e6 * seconds; i -= 1) found.push(steps[i]);
   return found;
 }
 

@@ -1,11 +1,11 @@
 // The table of requests: live ones in the order of arrival, then the latest that have ended.
 
 import { chip, nameOf } from "./colours.js";
-import { byId, count, element, setText, short, spell } from "./draw.js";
+import { byId, count, element, plural, setText, short, spell } from "./draw.js";
 import { countStates } from "./state.js";
 import { FINISH_REASONS } from "./words.js";
 
-const SHOWN_ENDED = 60;
+const SHOWN_LIVE = 120, SHOWN_ENDED = 60;
 const body = byId("rows");
 const rows = new Map(); // key -> row
 let select = () => {};
@@ -92,8 +92,9 @@ function fill(row, seq, state, marks) {
 export function drawRequests(state, marks) {
   const compiling = [...state.compiling.values()].map(({ request, prompt }) => ({ id: 0, label: -1, name: 0, request, state: "compiling", prompt,
     limit: prompt, generated: 0, computed: 0, dropped: 0, cached: 0, preemptions: 0, priority: 0, tenant: "", table: [], step: 0 }));
-  const live = [...state.sequences.values()].sort((a, b) => a.name - b.name || a.index - b.index);
-  const shown = [...live, ...compiling, ...state.ended.slice(-SHOWN_ENDED).reverse()];
+  const live = [...state.sequences.values()].sort((a, b) => (a.state === "waiting") - (b.state === "waiting") || a.name - b.name || a.index - b.index);
+  const shown = [...live.slice(0, SHOWN_LIVE), ...compiling, ...state.ended.slice(-SHOWN_ENDED).reverse()];
+  setText(byId("more-requests"), live.length > SHOWN_LIVE ? `and ${plural(live.length - SHOWN_LIVE, "live request")} more` : "");
   const here = new Set(), before = new Set(rows.keys());
   shown.forEach((seq, place) => {
     const key = keyOf(seq);

@@ -41,6 +41,7 @@ async function unpack(text) {
 
 async function openRecording(page, { redraw, followLink }, text) {
   page.isReplay = true;
+  page.follows = false;
   document.body.classList.add("replay");
   const lines = parseLines(text);
   for (let at = 0; at < lines.length; at += CHUNK) {

@@ -1,9 +1,9 @@
 // What requests and steps did over time, for the timeline and the percentiles. It is built from the same events as the state, and grows
 // with them. Times are in microseconds.
 
-import { countBlocks, countStates } from "./state.js";
+import { countBlocks } from "./state.js";
 
-const TOTALS_INTERVAL = 2e5;
+const FIRST_INTERVAL = 2e5, MAX_TOTALS = 1000; // The interval doubles when there are too many totals.
 
 // Values and when they were measured, in the order of time. Arrays of numbers hold millions of them.
 class Samples {
@@ -83,17 +83,29 @@ export class Spans {
     this.ttft = new Samples(); // Times to first token.
     this.itl = new Samples(); // Times between tokens.
     this.totals = []; // What the engine held and had done at regular times: { time, ... }.
+    this.interval = FIRST_INTERVAL;
+    this.recent = { ttft: [0, 0], itl: [0, 0] }; // The sum and the number of the values since the last totals.
   }
 
   add(event, state) {
     handlers[event.kind]?.(this, event, state);
-    if (event.kind === "committed" && event.time - (this.totals.at(-1)?.time ?? -Infinity) >= TOTALS_INTERVAL) this.#addTotals(event.time, state);
+    if (event.kind === "committed" && event.time - (this.totals.at(-1)?.time ?? -Infinity) >= this.interval) this.#addTotals(event.time, state);
+  }
+
+  addSample(name, time, value) {
+    this[name].add(time, value);
+    this.recent[name][0] += value;
+    this.recent[name][1] += 1;
   }
 
   #addTotals(time, state) {
-    const { decode, prefill, waiting } = countStates(state), { used } = countBlocks(state);
-    const [ttft, itl] = [this.ttft, this.itl].map((samples) => percentile(samples.before(time, 5), 50) ?? 0);
-    this.totals.push({ ...state.counters, time, used, waiting, running: decode + prefill, plans: state.step, ttft, itl });
+    const { used } = countBlocks(state), running = state.plan?.items.length ?? 0;
+    const [ttft, itl] = ["ttft", "itl"].map((name) => (this.recent[name][1] ? this.recent[name][0] / this.recent[name][1] : (this.totals.at(-1)?.[name] ?? 0)));
+    this.totals.push({ ...state.counters, time, used, running, plans: state.step, ttft, itl });
+    this.recent = { ttft: [0, 0], itl: [0, 0] };
+    if (this.totals.length <= MAX_TOTALS) return;
+    this.totals = this.totals.filter((_, i) => i % 2 === 0);
+    this.interval *= 2;
   }
 
   laneOf(id, state) {
@@ -212,8 +224,8 @@ function addDecode(lane, place, step, item, sampled) {
 }
 
 function addToken(spans, lane, time, sampled) {
-  if (lane.lastToken === null) spans.ttft.add(time, time - lane.arrival);
-  else spans.itl.add(time, (time - lane.lastToken) / sampled);
+  if (lane.lastToken === null) spans.addSample("ttft", time, time - lane.arrival);
+  else spans.addSample("itl", time, (time - lane.lastToken) / sampled);
   lane.lastToken = time;
 }
 
@@ -227,3 +239,14 @@ function endLane(spans, event, reason) {
 }
 
 export const percentile = (sorted, q) => (sorted.length ? sorted[Math.max(Math.ceil((sorted.length * q) / 100) - 1, 0)] : null);
+
+// Returns the place of the last step that had landed at a time.
+export function lastLanded(steps, time) {
+  let low = -1, high = steps.length - 1;
+  while (low < high) {
+    const middle = Math.ceil((low + high) / 2);
+    if (steps[middle].landed <= time) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}

@@ -6,6 +6,7 @@
 
 import { fillOf, lookOf, nameOf } from "./colours.js";
 import { byId, colour, count, element, explain, plural, prepare, spell } from "./draw.js";
+import { lastLanded } from "./spans.js";
 import { FINISH_REASONS } from "./words.js";
 
 const GUTTER = 58, AXIS = 16, TOKENS = 46, DEVICE = 13, HOST = 11, LANE = 21;
@@ -42,7 +43,7 @@ const hasEnded = (lane, time) => lane.end <= time;
 
 function chooseWidth(spans, now) {
   if (isChosen || spans.steps.length < 2) return;
-  const place = Math.max(0, spans.steps.findLastIndex((step) => step.landed <= now));
+  const place = Math.max(0, lastLanded(spans.steps, now));
   const earlier = spans.steps[Math.max(0, place - 40)];
   const wanted = Math.max(0.2e6, Math.min(30e6, (spans.steps[place].landed - earlier.start) * 1.05));
   // The width follows slowly, so that the picture stays calm.
@@ -61,11 +62,11 @@ export function drawTimeline(spans, now, marks, { hidesFuture }) {
   const room = Math.max(1, Math.floor((height - AXIS - TOKENS - DEVICE - HOST - 10) / LANE));
   scroll = Math.max(0, Math.min(scroll, lanes.length - room));
   // Of many lanes, those that are live come first.
-  const order = lanes.length > room ? [...lanes].sort((a, b) => hasEnded(a, now) - hasEnded(b, now) || a.arrival - b.arrival) : lanes;
+  const order = lanes.length > room ? [...lanes.filter((lane) => !hasEnded(lane, now)), ...lanes.filter((lane) => hasEnded(lane, now))] : lanes;
   const visible = order.slice(scroll, scroll + room);
   shown = { spans, steps, visible, start, scale, height, now, hidden: lanes.length - visible.length };
   drawAxis(context, start, end, x, pixels, height);
-  drawSteps(context, steps, x);
+  drawSteps(context, steps, x, pixels);
   visible.forEach((lane, i) => drawLane(context, spans, lane, AXIS + TOKENS + DEVICE + HOST + 10 + i * LANE, { x, start, end, now: Math.min(end, limit), marks, pixels }));
   drawEdges(context, { x, now, end, pixels, height, limit });
 }
@@ -90,10 +91,10 @@ function drawAxis(context, start, end, x, pixels, height) {
   }
 }
 
-function drawSteps(context, steps, x) {
+function drawSteps(context, steps, x, pixels) {
   const base = AXIS + TOKENS;
   context.fillStyle = colour("soft");
-  context.fillRect(GUTTER, AXIS, canvas.clientWidth - GUTTER, TOKENS);
+  context.fillRect(GUTTER, AXIS, pixels - GUTTER, TOKENS);
   for (const step of steps) {
     const left = Math.max(GUTTER, x(step.start)), wide = Math.max(0.7, x(step.landed) - left - (x(step.landed) - left > 3 ? 1 : 0));
     const tall = (tokens) => Math.min(TOKENS, (TOKENS * tokens) / Math.max(step.budget, 1));

@@ -2,13 +2,14 @@
 
 import { chip, nameOf } from "./colours.js";
 import { byId, count, element, few, plural, short, spell } from "./draw.js";
-import { percentile } from "./spans.js";
+import { lastLanded, percentile } from "./spans.js";
 import { countBlocks, findOwners, freeList } from "./state.js";
 import { describeStep } from "./timeline.js";
 import { describeBlock } from "./wall.js";
 import { FINISH_REASONS, describe } from "./words.js";
 
 const panel = byId("why");
+const MAX_CHIPS = 40;
 const THRASHING = 3; // A request that was preempted this often is pointed out.
 let drawn = "";
 let go = () => {};
@@ -90,12 +91,13 @@ const RULES = {
 
 const chips = (sequences) => {
   const list = element("p", "chips");
-  for (const seq of sequences) {
+  for (const seq of sequences.slice(0, MAX_CHIPS)) {
     const button = element("button", "chip-button", chip(seq));
     button.type = "button";
     button.addEventListener("click", () => select(seq.id));
     list.append(button);
   }
+  if (sequences.length > MAX_CHIPS) list.append(`and ${count(sequences.length - MAX_CHIPS)} more`);
   return list;
 };
 
@@ -132,7 +134,7 @@ function explainPrefill(seq, state, inPlan) {
 }
 
 function explainDecode(seq, state, page) {
-  const steps = page.spans.steps, place = steps.findLastIndex((step) => step.landed <= page.now), step = steps[place];
+  const steps = page.spans.steps, place = lastLanded(steps, page.now), step = steps[place];
   const found = [heading("What does it do?"), paragraph(`It generates one token per step${seq.drafted ? `, and more if drafts are accepted (${count(seq.accepted)} of ${count(seq.drafted)} so far)` : ""}.`)];
   if (!step) return found;
   const usual = percentile(steps.slice(Math.max(0, place - 60), place + 1).map((each) => each.landed - each.start).sort((a, b) => a - b), 50);
@@ -204,12 +206,19 @@ function explainStep(step, page) {
   return [element("h2", "title", `Step ${count(step.number)}`), paragraph(`${first}.`), ...rest.map((words) => paragraph(words)), link("Go to this step", page.history.indexOfTime(step.landed))];
 }
 
+// What explainNothing shows.
+function summaryOf({ state }) {
+  const live = [...state.sequences.values()];
+  return { waiting: live.filter((seq) => seq.state === "waiting").slice(0, MAX_CHIPS + 1).map((seq) => seq.id),
+    often: [...live, ...state.ended].filter((seq) => seq.preemptions >= THRASHING).slice(-8).map((seq) => seq.id) };
+}
+
 function explainNothing(page) {
-  const waiting = [...page.state.sequences.values()].filter((seq) => seq.state === "waiting");
-  const often = [...page.state.sequences.values(), ...page.state.ended].filter((seq) => seq.preemptions >= THRASHING);
+  const { waiting: waitingIds, often: oftenIds } = summaryOf(page), find = (id) => page.findSequence(id);
+  const waiting = waitingIds.map(find).filter(Boolean), often = oftenIds.map(find).filter(Boolean);
   const found = [paragraph("Choose a request, a block or a step, and this panel explains what happens to it and why.")];
   if (waiting.length) found.push(heading("These requests wait"), chips(waiting));
-  if (often.length) found.push(heading("These were preempted again and again"), chips(often.slice(-8)));
+  if (often.length) found.push(heading("These were preempted again and again"), chips(often));
   found.push(heading("What is what"), terms());
   return found;
 }
@@ -237,7 +246,7 @@ export function drawWhy(page) {
   if (panel.hidden || !page.state) return;
   const { selection } = page;
   const seq = selection.kind === "sequence" ? page.findSequence(selection.id) : null;
-  const key = JSON.stringify([selection, page.index, seq?.state, page.spans.steps.length]);
+  const key = JSON.stringify(selection.kind === "none" ? summaryOf(page) : [selection, page.index, page.spans.steps.length]);
   if (key === drawn) return;
   drawn = key;
   const opened = [...panel.querySelectorAll("details[open] summary")].map((node) => node.textContent), top = panel.scrollTop;
