@@ -50,7 +50,7 @@ function line(event, index, names) {
   const number = element("span", "number", count(event.number)), step = element("span", "step", `step ${count(event.step)}`);
   const text = element("span", "text");
   if (seq) text.append(chip(seq), " ");
-  text.append(describe(event, (id) => names.letters(id)).replace(seq ? `${names.letters(event.seq)}: ` : "\0", ""));
+  text.append(describe(event, (id) => names.letters(id)));
   item.append(number, step, element("span", "kind", word), text);
   item.title = `event ${event.number}, ${(event.time / 1e6).toFixed(3)} s`;
   item.addEventListener("click", () => go(index));

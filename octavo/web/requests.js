@@ -6,6 +6,7 @@ import { countStates } from "./state.js";
 import { FINISH_REASONS } from "./words.js";
 
 const SHOWN_LIVE = 120, SHOWN_ENDED = 60;
+const isNarrow = matchMedia("(max-width: 760px)"), isMedium = matchMedia("(max-width: 1180px)");
 const body = byId("rows");
 const rows = new Map(); // key -> row
 let select = () => {};
@@ -44,14 +45,17 @@ function whyWaiting(seq, state) {
 
 // Returns the state in a word, and what stands below the meter.
 function wordsOf(seq, state) {
-  if (seq.state === "compiling") return ["compiling", "its structured output is compiled"];
+  const extra = [seq.priority && `priority ${seq.priority}`, seq.tenant].filter(Boolean).join(", ");
+  const size = `${plural(seq.prompt, "prompt token")}${extra ? `, ${extra}` : ""}`;
+  if (seq.state === "compiling") return ["compiling", `its structured output is compiled · ${size}`];
   if (seq.ended !== undefined) {
     const reason = seq.answer ?? (seq.error || FINISH_REASONS[seq.reason] || seq.reason);
-    const times = seq.first_token ? ` · first token ${spell(seq.first_token - seq.arrival)} · total ${spell(seq.ended - seq.arrival)}` : "";
-    return [seq.state, reason + times];
+    if (seq.state === "refused") return [seq.state, reason];
+    const times = seq.first_token ? `, first after ${spell(seq.first_token - seq.arrival)}, all after ${spell(seq.ended - seq.arrival)}` : "";
+    return [seq.state, `${reason}: ${count(seq.prompt)} + ${plural(seq.generated, "token")}${times}`];
   }
   if (seq.state === "waiting") {
-    return [seq.preemptions ? "preempted" : "waiting", whyWaiting(seq, state)];
+    return [seq.preemptions ? "preempted" : "waiting", `${whyWaiting(seq, state)} · ${size}`];
   }
   const isPaused = seq.unplanned && seq.unplanned.step === state.step && !state.plan?.items.some((item) => item.id === seq.id);
   return [isPaused ? "paused" : seq.state, isPaused ? seq.unplanned.reason : ""];
@@ -76,16 +80,20 @@ function fill(row, seq, state, marks) {
   const computed = Math.min(seq.computed + seq.dropped, seq.prompt);
   const widths = [seq.prompt, seq.prompt + seq.generated, seq.ended === undefined ? computed : seq.prompt, Math.min(seq.cached, limit)];
   row.bars.forEach((bar, i) => (bar.style.width = part(widths[i])));
-  // A request that waits or has ended has no progress to show, but a reason.
-  row.meter.hidden = seq.ended !== undefined || (seq.state === "waiting" && Boolean(why)) || seq.state === "compiling";
   row.meter.title = `${count(seq.cached)} of ${count(seq.prompt)} prompt tokens cached, ${count(seq.generated)} of at most ${count(limit - seq.prompt)} generated`;
+  // A request that waits or has ended has no progress to show, but a reason, which takes the place of the numbers.
+  const isIdle = Boolean(why) && (seq.ended !== undefined || seq.state === "waiting" || seq.state === "compiling");
+  row.meter.hidden = isIdle;
+  row.cells[2].colSpan = isIdle ? marks.columns : 1;
+  for (const cell of row.cells.slice(3)) cell.hidden = isIdle;
   const text = why || (seq.reply ? tail(seq.reply.replace(/\s+/g, " "), 90) : seq.text ? tail(seq.text.replace(/\s+/g, " "), 90) : "");
   setText(row.note, text);
+  row.note.title = text;
   row.note.className = why ? "note why" : "note text";
   row.note.hidden = !text;
-  const blocks = seq.ended === undefined ? seq.table.length : seq.blocks;
-  [seq.prompt, seq.cached, seq.generated, blocks].forEach((n, i) => setText(row.cells[3 + i], seq.state === "refused" ? "" : count(n)));
-  setText(row.cells[7], seq.state === "refused" ? "" : String(seq.priority));
+  if (isIdle) return;
+  [seq.prompt, seq.cached, seq.generated, seq.table.length].forEach((n, i) => setText(row.cells[3 + i], count(n)));
+  setText(row.cells[7], String(seq.priority));
   setText(row.cells[8], seq.tenant);
 }
 
@@ -95,6 +103,11 @@ export function drawRequests(state, marks) {
   const live = [...state.sequences.values()].sort((a, b) => (a.state === "waiting") - (b.state === "waiting") || a.name - b.name || a.index - b.index);
   const shown = [...live.slice(0, SHOWN_LIVE), ...compiling, ...state.ended.slice(-SHOWN_ENDED).reverse()];
   setText(byId("more-requests"), live.length > SHOWN_LIVE ? `and ${plural(live.length - SHOWN_LIVE, "live request")} more` : "");
+  const hasPriorities = shown.some((seq) => seq.priority), hasTenants = shown.some((seq) => seq.tenant);
+  byId("requests").classList.toggle("no-priorities", !hasPriorities);
+  byId("requests").classList.toggle("no-tenants", !hasTenants);
+  // The columns behind the state that page.css shows at this width.
+  marks.columns = isNarrow.matches ? 3 : 4 + (isMedium.matches ? 0 : 1 + hasTenants) + hasPriorities;
   const here = new Set(), before = new Set(rows.keys());
   shown.forEach((seq, place) => {
     const key = keyOf(seq);
@@ -109,8 +122,6 @@ export function drawRequests(state, marks) {
     rows.delete(key);
   }
   byId("no-requests").hidden = shown.length > 0;
-  byId("requests").classList.toggle("no-priorities", !shown.some((seq) => seq.priority));
-  byId("requests").classList.toggle("no-tenants", !shown.some((seq) => seq.tenant));
   drawCounts(state, live);
 }
 

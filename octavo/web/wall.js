@@ -97,8 +97,9 @@ function drawCell(context, cell, look) {
       context.fillStyle = fillOf(context, seq.label);
       context.fillRect(x + i * width, y, width, inner);
     });
-    if (size >= 13) drawLetters(context, cell, owners, inner);
-    if (owners.length > 1 && size > 5) {
+    if (size >= 13 && cell.seq) drawText(context, cell.block, x + inner / 2, y + inner / 2, Math.min(11, (size * 1.3) / String(cell.block).length), lookOf(cell.seq.label).ink);
+    else if (size >= 13) drawLetters(context, cell, owners, inner);
+    if ((owners.length > 1 || look.isShared) && size > 5) {
       context.strokeStyle = colour("ink");
       context.lineWidth = 1.5;
       context.strokeRect(x + 0.75, y + 0.75, inner - 1.5, inner - 1.5);
@@ -174,7 +175,7 @@ export function drawWall(state, marks, names) {
   for (const cell of layout.cells) {
     const ids = owners.get(cell.block) ?? [], holders = ids.map((id) => state.sequences.get(id));
     drawCell(context, cell, { owners: cell.seq ? [cell.seq] : holders, content: state.contents[cell.block], order: order.get(cell.block),
-      isBusy: !ids.length && state.references[cell.block] > 0, isMarked: (marked && ids.includes(marked)) || marks.block === cell.block });
+      isBusy: !ids.length && state.references[cell.block] > 0, isShared: ids.length > 1, isMarked: (marked && ids.includes(marked)) || marks.block === cell.block });
   }
   for (const cell of layout.host)
     drawCell(context, cell, { owners: [], content: state.hostContents[cell.block], isReady: Boolean(state.hostReady[cell.block]), isMarked: false });

@@ -1,12 +1,12 @@
 // Why? Explains the chosen request, block or step: the rule that decided, its numbers, what it cost, and the line of the source.
 
-import { chip, nameOf } from "./colours.js";
+import { chip } from "./colours.js";
 import { byId, count, element, few, plural, short, spell } from "./draw.js";
 import { lastLanded, percentile } from "./spans.js";
 import { countBlocks, findOwners, freeList } from "./state.js";
 import { describeStep } from "./timeline.js";
 import { describeBlock } from "./wall.js";
-import { FINISH_REASONS, describe } from "./words.js";
+import { FINISH_REASONS, KINDS, describe } from "./words.js";
 
 const panel = byId("why");
 const MAX_CHIPS = 40;
@@ -44,7 +44,7 @@ function sourceOf(state, reason) {
   if (!source) return null;
   const code = element("pre", "code");
   source.code.split("\n").forEach((text, i) => {
-    const line = element("span", source.first + i === source.line ? "here" : "", `${String(source.first + i).padStart(4)}  ${text}\n`);
+    const line = element("span", source.first + i === source.line ? "here" : "", `${String(source.first + i).padStart(4)}  ${text}`);
     code.append(line);
   });
   return element("details", "source", element("summary", "", `${source.path}:${source.line}`), code);
@@ -178,7 +178,7 @@ function explainPreemptions(seq, page) {
 
 function lifeOf(seq, page) {
   const list = element("ul", "plain life"), events = page.eventsOf(seq.id, 40);
-  for (const { event, index } of events) list.append(element("li", "", link(`step ${count(event.step)}`, index), ` ${describe(event, (id) => page.names.letters(id)).replace(`${nameOf(seq)}: `, "")}`));
+  for (const { event, index } of events) list.append(element("li", "", link(`step ${count(event.step)}`, index), ` ${KINDS[event.kind][1]}: ${describe(event, (id) => page.names.letters(id))}`));
   return events.length ? [heading("Its life"), list] : [];
 }
 

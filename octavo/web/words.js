@@ -27,11 +27,9 @@ const blockList = (blocks) => {
   return shown.length > 6 ? `${shown.slice(0, 5).join(", ")} … ${shown.at(-1)}` : shown.join(", ");
 };
 
-// Returns an event as words. `name(id)` returns the letters of a sequence.
+// Returns an event as words. `name(id)` returns the letters of a sequence. The name of the event's own sequence is left out.
 export function describe(event, name) {
-  const who = event.seq ? name(event.seq) : "";
-  const writer = writers[event.kind];
-  return writer ? writer(event, who, name) : who;
+  return writers[event.kind]?.(event, name) ?? "";
 }
 
 const writers = {
@@ -39,29 +37,29 @@ const writers = {
   restarted: () => "a new engine process has started with an empty cache",
   gap: (e) => `${plural(e.missed ?? 0, "event")} not shown: this page was too slow`,
   settings: (e) => Object.entries(e.settings).map(([key, value]) => `${key} ${value}`).join(", "),
-  arrived: (e, who) => `${who}: ${plural(e.prompt, "prompt token")}${e.priority ? `, priority ${e.priority}` : ""}${e.tenant ? `, tenant ${e.tenant}` : ""}`,
-  forked: (e, who, name) => `${who} continues the prompt of ${name(e.parent)}`,
+  arrived: (e) => `${plural(e.prompt, "prompt token")}${e.priority ? `, priority ${e.priority}` : ""}${e.tenant ? `, tenant ${e.tenant}` : ""}`,
+  forked: (e, name) => `continues the prompt of ${name(e.parent)}`,
   compiling: (e) => `${short(e.request)}: its structured output is compiled`,
   refused: (e) => `${short(e.request)}: ${e.reason}`,
-  admitted: (e, who) => `${who}: ${count(e.cached)} of ${plural(e.tokens, "token")} cached${e.recomputed ? `, ${count(e.recomputed)} to be recomputed` : ""}`,
-  waiting: (e, who, name) => `${who}: ${e.reason}${e.needed ? ` (needs ${e.needed})` : ""}${e.waits_for ? ` (${name(e.waits_for)})` : ""}`,
-  unplanned: (e, who) => `${who}: ${e.reason}`,
-  recomputes: (e, who) => `${who}: there is no KV cache, so all of its tokens are computed again`,
-  preempted: (e, who, name) => `${who}: ${e.reason}${e.beneficiary && e.beneficiary !== e.seq ? `, for ${name(e.beneficiary)}` : ""}; ${plural(e.positions, "position")} lost`,
-  finished: (e, who) => `${who}: ${FINISH_REASONS[e.reason] ?? e.reason}, ${plural(e.generated, "token")}`,
-  failed: (e, who) => `${who}: ${e.error}`,
-  planned: (e, who, name) => {
+  admitted: (e) => `${count(e.cached)} of ${plural(e.tokens, "token")} cached${e.recomputed ? `, ${count(e.recomputed)} to be recomputed` : ""}`,
+  waiting: (e, name) => `${e.reason}${e.needed ? ` (needs ${e.needed})` : ""}${e.waits_for ? ` (${name(e.waits_for)})` : ""}`,
+  unplanned: (e) => `${e.reason}`,
+  recomputes: (e) => `there is no KV cache, so all of its tokens are computed again`,
+  preempted: (e, name) => `${e.reason}${e.beneficiary && e.beneficiary !== e.seq ? `, for ${name(e.beneficiary)}` : ""}; ${plural(e.positions, "position")} lost`,
+  finished: (e) => `${FINISH_REASONS[e.reason] ?? e.reason}, ${plural(e.generated, "token")}`,
+  failed: (e) => `${e.error}`,
+  planned: (e, name) => {
     const prefill = e.chunks.map(([id, start, tokens]) => `${name(id)} ${start}–${start + tokens}`).join(", ");
     const decodes = e.decode ? e.decode.length : null;
     return [decodes === null ? "the same sequences decode" : decodes && `${decodes} decode`, prefill && `prefill ${prefill}`].filter(Boolean).join(" + ") || "moves blocks";
   },
   committed: (e) => `step ${e.of}: ${count((e.landed - e.started) / 1000)} ms`,
   stepfailed: (e) => `step ${e.of}: ${e.error}`,
-  shared: (e, who) => `${who} shares ${blockList(e.blocks)}`,
-  allocated: (e, who) => `${who || "promotion"} gets ${blockList(e.blocks)}`,
-  copied: (e, who) => `${who} copies ${e.source} to ${e.target} before it writes`,
-  dropped: (e, who) => `${who} drops ${e.block}`,
-  released: (e, who) => `${who || "promotion"} releases ${blockList(e.blocks)}`,
+  shared: (e) => `shares ${blockList(e.blocks)}`,
+  allocated: (e) => `${e.seq ? "" : "a promotion "}gets ${blockList(e.blocks)}`,
+  copied: (e) => `copies ${e.source} to ${e.target} before it writes`,
+  dropped: (e) => `drops ${e.block}`,
+  released: (e) => `${e.seq ? "" : "a promotion "}releases ${blockList(e.blocks)}`,
   published: (e) => `block ${e.block} has content #${e.content}${e.parent ? ` after #${e.parent}` : ""}`,
   evicted: (e) => `block ${e.block} loses content #${e.content}`,
   cleared: () => "all contents of the device are forgotten",
