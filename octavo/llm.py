@@ -80,6 +80,7 @@ from octavo.request_loop import RequestLoop, no_garbage_collection
 from octavo.runner.ranks import Ranks
 from octavo.runner.runner import Runner
 from octavo.text.guide import Guides
+from octavo.text.reasoning import detect_style, opened
 from octavo.text.replay_guide import ReplayGuide
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Guide, Request
@@ -648,6 +649,9 @@ class LLM:
         guide: Guide | None = None
         if params.structured_outputs is not None:
             guide = self.guides.compile(params.structured_outputs)
+        if params.thinking_token_budget is not None:
+            params = self._with_marks(params, prompt.token_ids)
+        guide = self.guides.around_reasoning(params, guide)
         if params.trace_decode_token_ids is not None:
             params.check_vocabulary(self.config.vocab_size)
             guide = ReplayGuide(params.trace_decode_token_ids, self.config.vocab_size)
@@ -664,6 +668,18 @@ class LLM:
             guide=guide,
             offline=offline,
         )
+
+    def _with_marks(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
+        """Return the parameters with the marks of the model's reasoning."""
+        tokenizer = self.get_tokenizer()
+        style = detect_style(tokenizer.chat_templates.values())
+        if style is None:
+            raise InvalidRequest(
+                "thinking_token_budget needs a model whose chat template has reasoning: leave it "
+                "out",
+                "thinking_token_budget",
+            )
+        return replace(params, reasoning=style.marks(opened(tokenizer, style, prompt)))
 
 
 def close_runner(runner: Runner, ranks: Ranks | None) -> None:

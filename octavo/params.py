@@ -274,6 +274,15 @@ class RepetitionDetectionParams:
 STRUCTURED_REPETITION = RepetitionDetectionParams(max_pattern_size=32, min_count=70)
 
 
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """The texts around the reasoning that a reply may begin with."""
+
+    opening: str
+    closing: str
+    is_open: bool = False  # The prompt has opened the reasoning.
+
+
 class RequestOutputKind(Enum):
     """What LLMEngine.step and AsyncLLM.generate return after each step. The names are vLLM's."""
 
@@ -292,7 +301,6 @@ class RequestOutputKind(Enum):
         "bad_words": "lower the logits of single tokens with logit_bias",
         "truncate_prompt_tokens": "shorten the prompt's token ids",
         "skip_reading_prefix_cache": "give the prompt a cache_salt of its own",
-        "thinking_token_budget": "bound the reply with max_tokens",
         "routed_experts_prompt_start": "Octavo has no mixture-of-experts models yet",
     }
 )
@@ -331,6 +339,11 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     # None: STRUCTURED_REPETITION where there are structured_outputs, elsewhere nothing is detected
     repetition_detection: RepetitionDetectionParams | None = None
+    # the most tokens of the reasoning before the answer; it is then closed
+    thinking_token_budget: int | None = None
+    # How the reasoning is marked. A structure is then that of the answer alone. None: the whole
+    # text is the answer.
+    reasoning: ReasoningMarks | None = None
     # the likeliest texts instead of drawn ones: octavo/core/beam_search.py
     use_beam_search: bool = False
     # of beams: a text ranks by the sum of its logprobs / its length ** this
@@ -401,6 +414,9 @@ class SamplingParams:
                 "min_tokens",
                 "param_out_of_range",
             )
+        if self.thinking_token_budget is not None:
+            name = "thinking_token_budget"
+            self.thinking_token_budget = check_whole(name, self.thinking_token_budget, 0)
         if self.logprobs is not None:
             self.logprobs = check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
@@ -484,6 +500,13 @@ class SamplingParams:
                 )
 
     @property
+    def guides_reasoning(self) -> bool:
+        """Whether a guide must follow the reasoning: to bound it, or to find where it ends."""
+        return self.reasoning is not None and (
+            self.thinking_token_budget is not None or self.structured_outputs is not None
+        )
+
+    @property
     def repetition(self) -> RepetitionDetectionParams | None:
         """What ends a text that repeats itself. None: nothing does."""
         asked = self.repetition_detection
@@ -521,6 +544,7 @@ class SamplingParams:
             "allowed_token_ids": self.allowed_token_ids is not None,
             "logprob_token_ids": self.logprob_token_ids is not None,
             "structured_outputs": self.structured_outputs is not None,
+            "thinking_token_budget": self.thinking_token_budget is not None,
             "repetition_detection": self.repetition is not None,
             "stop": bool(self.stop),
         }

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import GuideError, InvalidRequest
-from octavo.params import StructuredOutputs
+from octavo.params import SamplingParams, StructuredOutputs
 from octavo.text.digits import DigitLimit
 from octavo.text.ebnf import literal
 from octavo.text.grammar import prepare_grammar
+from octavo.text.reasoning_guide import ReasoningGuide
 from octavo.text.schema import close_objects, has_open_names, read_schema
 from octavo.text.spec_errors import SpecError, compilation_timed_out, shorten, unusable_spec
 from octavo.text.tokenizer import Tokenizer
@@ -87,6 +88,20 @@ class Guides:
         self._running: set[Compilation] = set()
         self._thread_count = 0
         self._abandoned_threads = 0
+
+    def around_reasoning(self, params: SamplingParams, answer: Guide | None) -> Guide | None:
+        """Return the guide of a text that may begin with reasoning. `answer` guides the rest."""
+        if not params.guides_reasoning:
+            return answer
+        assert self._tokenizer is not None and params.reasoning is not None
+        return ReasoningGuide(
+            tokenizer=self._tokenizer,
+            marks=params.reasoning,
+            vocab_size=self._vocab_size,
+            end_ids=self._end_ids,
+            budget=params.thinking_token_budget,
+            answer=None if answer is None else answer.copy(),
+        )
 
     def compile(self, spec: StructuredOutputs) -> Guide:
         compilation = self.start(spec)

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from octavo.params import ReasoningMarks
+from octavo.text.tokenizer import Tokenizer
+
+PROMPT_END = 64  # An opening tag and white space have at most this many tokens.
 OPEN_TAG = "<think>"
 CLOSE_TAG = "</think>"
 
@@ -20,6 +24,9 @@ class ReasoningStyle(NamedTuple):
     opening: str
     closing: str
     silent: tuple[str, ...] = ()  # texts around the answer, which are removed
+
+    def marks(self, is_open: bool) -> ReasoningMarks:
+        return ReasoningMarks(self.opening, self.closing, is_open)
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -74,6 +81,12 @@ def detect_style(templates: Iterable[str]) -> ReasoningStyle | None:
             if mark in template:
                 return style
     return None
+
+
+def opened(tokenizer: Tokenizer, style: ReasoningStyle, prompt: list[int]) -> bool:
+    """Return whether a prompt ends with the opening of the reasoning."""
+    end = tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+    return end.rstrip().endswith(style.opening.rstrip())
 
 
 class ReasoningFilter:

@@ -146,7 +146,11 @@ IN_A_COMPLETION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 # Tested where their effect can be seen: the tiny tokenizer adds no BOS, caching and order do not
 # show in a reply, and a random model calls no two tools.
 ELSEWHERE = {"add_special_tokens", "cache_salt", "priority", "parallel_tool_calls"}
-ELSEWHERE |= {"include_reasoning", "separate_reasoning"}  # tests/serve/test_reasoning.py
+ELSEWHERE |= {
+    "include_reasoning",
+    "separate_reasoning",
+    "thinking_token_budget",
+}  # tests/serve/test_reasoning.py
 
 STATUS = {"model": 404, "timeout": 504, "chat_template": 403, "chat_template_kwargs": 400}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from octavo.serve.serve_config import ServeConfig
 from octavo.text.reasoning import STYLES, ReasoningFilter, detect_style
 from tests.serve.conftest import REASONING_TEMPLATE
 from tests.serve.running import Running, server
+from tests.tiny_tokenizer import TEMPLATE
 
 TEXT = "<think>two and two</think>\n\nfour"
 ASKED = [{"role": "user", "content": TEXT}]
@@ -85,16 +87,6 @@ def test_ollama_has_thinking(parrot: Running) -> None:
     assert "".join(line["response"] for line in found) == "four"
     shown = parrot.post("/api/show", {}).json()
     assert "thinking" in shown["capabilities"]
-
-
-def test_a_reply_with_a_structure_has_no_reasoning(parrot: Running) -> None:
-    body = {
-        "messages": ASKED,
-        "max_tokens": 100,
-        "structured_outputs": {"regex": "<think>(.|\\n)+"},
-    }
-    (block,) = parrot.post("/v1/messages", body).json()["content"]
-    assert block["type"] == "text" and block["text"].startswith("<think>")
 
 
 # ---- chats ---------------------------------------------------------------------------------------
@@ -214,3 +206,70 @@ def test_the_names_of_vllm_are_accepted(given: str, name: str) -> None:
     assert ServeConfig(reasoning_parser=given).reasoning_parser == name
     with pytest.raises(InvalidRequest, match="must be one of auto, none, think"):
         ServeConfig(reasoning_parser="other")
+
+
+# ---- structures and budgets ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A random model whose prompt opens the reasoning, unless enable_thinking is false."""
+    template = (
+        TEMPLATE
+        + "{% if add_generation_prompt and enable_thinking is not false %}<think>{% endif %}{# </think> #}"
+    )
+    with server(tmp_path_factory.mktemp("thinker"), chat_template=template) as found:
+        yield found
+
+
+def asked_of(running: Running, **asked: Any) -> dict[str, Any]:
+    fields = {"temperature": 1, "seed": 3, "max_tokens": 200, **asked}
+    return message(running, messages=[{"role": "user", "content": "hi"}], **fields)
+
+
+def test_a_budget_closes_the_reasoning(thinker: Running) -> None:
+    for budget in (0, 5, 20):
+        body = {"thinking_token_budget": budget, "return_token_ids": True, "ignore_eos": True}
+        fields = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 60,
+            "seed": 3,
+            **body,
+        }
+        choice = thinker.post("/v1/chat/completions", fields).json()["choices"][0]
+        assert len(choice["token_ids"]) == 60
+        found = choice["message"]
+        assert bool(found["reasoning"]) == bool(budget) and found["content"]
+    unlimited = asked_of(thinker, thinking_token_budget=-1)
+    assert unlimited["reasoning"]
+
+
+def test_a_structure_is_that_of_the_answer(thinker: Running) -> None:
+    asked = {"structured_outputs": {"choice": ["yes", "no"]}, "thinking_token_budget": 8}
+    found = asked_of(thinker, **asked)
+    assert found["reasoning"] and found["content"] in ("yes", "no")
+    assert "reasoning" in streamed(thinker, messages=[{"role": "user", "content": "hi"}], **asked)
+    off = asked_of(thinker, **asked, chat_template_kwargs={"enable_thinking": False})
+    assert off["content"] in ("yes", "no")
+
+
+def test_forced_calls_may_follow_the_reasoning(thinker: Running) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    found = asked_of(thinker, tools=tools, tool_choice="required", thinking_token_budget=4)
+    assert found["reasoning"] and found["tool_calls"][0]["function"]["name"] == "f"
+
+
+def test_anthropics_budget_is_one_too(thinker: Running) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 40,
+        "thinking": {"type": "enabled", "budget_tokens": 6},
+    }
+    blocks = thinker.post("/v1/messages", body).json()["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "text"]
+
+
+def test_a_model_without_reasoning_ignores_a_budget(running: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "thinking_token_budget": 5}
+    reply = running.post("/v1/chat/completions", {**body, "max_tokens": 4})
+    assert reply.headers["x-ignored-params"] == "thinking_token_budget"

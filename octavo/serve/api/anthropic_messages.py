@@ -50,6 +50,7 @@ NAMES = {
     r"tools\.(\d+)\.function": r"tools.\1",
     r"tool_choice\.function\.name": "tool_choice.name",
     r"chat_template_kwargs\.enable_thinking": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
 }
@@ -83,7 +84,8 @@ def to_chat(body: MessagesRequest, limits: Limits) -> Translation:
         "tools": [tool(t, f"tools.{i}", ignored) for i, t in enumerate(body.tools or [])] or None,
         "tool_choice": choice,
         "parallel_tool_calls": parallel,
-        "chat_template_kwargs": thinking_options(body.thinking, ignored),
+        "chat_template_kwargs": thinking_options(body.thinking),
+        "thinking_token_budget": member(body.thinking or {}, "budget_tokens", int, "thinking"),
         "reasoning_effort": member(config, "effort", str, "output_config"),
         "response_format": output_format(body),
         "continue_final_message": prefilled,
@@ -171,15 +173,13 @@ def tool_choice(given: dict[str, Any] | None) -> tuple[str | dict[str, Any] | No
     return CHOICES[kind], parallel
 
 
-def thinking_options(given: dict[str, Any] | None, ignored: list[str]) -> dict[str, Any] | None:
+def thinking_options(given: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the variables of the chat template that turn reasoning on or off."""
     if given is None:
         return None
     kind = given.get("type")
     if kind not in THINKING:
         raise invalid_field("thinking.type", f"thinking.type must be one of {', '.join(THINKING)}")
-    if given.get("budget_tokens") is not None:
-        ignored.append("thinking.budget_tokens")  # The model decides how long it reasons.
     return None if THINKING[kind] is None else {"enable_thinking": THINKING[kind]}
 
 

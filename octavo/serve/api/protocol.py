@@ -95,6 +95,7 @@ class ChatRequest(OpenAI, kw_only=True):
     functions: list[dict[str, Any]] | None = None  # The form of tools before 2023.
     function_call: str | dict[str, Any] | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
     separate_reasoning: bool | None = None  # The name of SGLang's.
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None

@@ -143,8 +143,8 @@ ENDING = (
           "true makes the string or token that ended the reply part of it"),
     _both(HONOURED, "ignore_eos", "true makes the reply continue after the end-of-text token"),
     _both(HONOURED, "timeout", "the most seconds that the request may take"),
-    _both(REFUSED, "thinking_token_budget",
-          "reasoning is not counted separately from the answer", -1),
+    _chat("thinking_token_budget",
+          "the largest number of tokens of the reasoning, which is then closed", -1),
     _both(HONOURED, "repetition_detection", "ends a reply that repeats itself"),
     _both(REFUSED, "n_predict", "this is a name of llama.cpp: use max_tokens", -1),
     _both(REFUSED, "num_predict", "this is a name of Ollama: use max_tokens", -1),
@@ -269,8 +269,8 @@ MESSAGES = (
           "no built-in tools", []),
     _both(HONOURED, "tool_choice", "whether the model may or must call a tool"),
     _both(HONOURED, "thinking",
-          "turns the reasoning of the chat template on or off; x-ignored-params names it if the "
-          "template has none, and always names budget_tokens"),
+          "turns the reasoning of the chat template on or off, and budget_tokens limits it; "
+          "x-ignored-params names it if the template has none"),
     _both(HONOURED, "output_config",
           "format is a JSON schema of the reply, and effort a variable of the chat template"),
     _both(LABEL, "metadata", "any data of the client"),

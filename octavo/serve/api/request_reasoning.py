@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from octavo.params import SamplingParams
 from octavo.serve.api.protocol import ChatRequest
 from octavo.serve.api.reply_writer import ReasoningStart
-from octavo.text.reasoning import STYLES, ReasoningStyle, detect_style
+from octavo.serve.api.validate import Asked, ignore
+from octavo.text.reasoning import STYLES, ReasoningStyle, detect_style, opened
 from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.serve.front.front import Front
-
-PROMPT_END = 64  # An opening tag and white space have at most this many tokens.
 
 
 def reasoning_style(front: Front, body: ChatRequest) -> ReasoningStyle | None:
@@ -46,10 +45,21 @@ def show_tags(
 
 
 def reasoning_start(
-    tokenizer: Tokenizer, style: ReasoningStyle | None, prompt: list[int], params: SamplingParams
+    front: Front, body: ChatRequest, prompt: list[int], asked: Asked
 ) -> ReasoningStart | None:
-    """Return how a reply begins. A reply that must match a grammar has no reasoning."""
-    if style is None or params.structured_outputs is not None:
+    """Return how the reply to a prompt begins, and fit the parameters of the request to it.
+
+    A structure is that of the answer, after the reasoning.
+    """
+    budget = body.thinking_token_budget
+    style = reasoning_style(front, body)
+    if style is None:
+        ignore(asked.headers, *(["thinking_token_budget"] if budget is not None else []))
         return None
-    end = tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-    return ReasoningStart(style, end.rstrip().endswith(style.opening.rstrip()))
+    is_open = opened(front.tokenizer, style, prompt)
+    asked.params = replace(
+        asked.params,
+        reasoning=style.marks(is_open),
+        thinking_token_budget=None if budget == -1 else budget,
+    )
+    return ReasoningStart(style, is_open)

@@ -92,8 +92,7 @@ async def chat_batch(exchange: Exchange) -> None:
     for index, chat in enumerate(chats):
         with FieldNames({"messages": f"messages.{index}"}).errors():
             prompts.append((None, await prompt.chat_ids(front, chat, asked, None, context)))
-    style = reasoning_style(front, chats[0])
-    shape.reasoning = reasoning_start(front.tokenizer, style, prompts[0][1], asked.params)
+    shape.reasoning = reasoning_start(front, chats[0], prompts[0][1], asked)
     prepared = validate.build(front, caller, chats[0], prompts, asked, param="messages")
     await answer(exchange, prepared, chunk_writer(exchange, shape), stream=False)
 
@@ -253,8 +252,7 @@ async def prepare_chat(
     asked, shape = read_chat(front, caller, body, unknown, table)
     context = prompt.longest(front, body.truncate_prompt_tokens)
     ids = await prompt.chat_ids(front, body, asked, shape.tools, context)
-    style = reasoning_style(front, body)
-    shape.reasoning = reasoning_start(front.tokenizer, style, ids, asked.params)
+    shape.reasoning = reasoning_start(front, body, ids, asked)
     prepared = validate.build(front, caller, body, [(None, ids)], asked, param="messages")
     if shape.tools is not None and shape.tools.grammar is not None:
         prepared.structure = "tools"

@@ -171,8 +171,10 @@ class EngineLoop:
         engine = self.engine
         if isinstance(message, Add):
             spec = message.params.structured_outputs
-            if spec is None or self.guides is None:
+            if self.guides is None:
                 self._add(message)
+            elif spec is None:
+                self._add(message, self.guides.around_reasoning(message.params, None))
             else:
                 self.held[message.id] = message, self.guides.start(spec)
                 if GuideStarted in engine.events.listeners:
@@ -255,7 +257,8 @@ class EngineLoop:
             else:
                 if guide is None:
                     continue
-                if self._add(message, guide):
+                assert self.guides is not None
+                if self._add(message, self.guides.around_reasoning(message.params, guide)):
                     self.link.send(Accepted(request_id))
             del self.held[request_id]
 
