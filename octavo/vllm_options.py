@@ -91,6 +91,7 @@ NO_EFFECT: dict[str, Any] = {
     "use_v2_block_manager": True,
     "disable_async_output_proc": False,
     "num_lookahead_slots": 0,
+    "limit_mm_per_prompt": {},  # Images are refused, however many there are.
     "enable_sleep_mode": False,  # A server can always sleep, and LLM has no sleep().
     "enable_trace_replay": False,  # Octavo replays tokens without it.
     "additional_config": {},
@@ -127,7 +128,6 @@ REFUSED = (
     RefusedOptions(
         "Octavo runs text models only",
         {
-            "limit_mm_per_prompt": {},
             "disable_chunked_mm_input": False,
             "allowed_local_media_path": "",
             "allowed_media_domains": None,
@@ -345,14 +345,6 @@ SERVER_REFUSED = (
     ),
     RefusedOptions("put a proxy with such middleware before the server", {"middleware": []}),
     RefusedOptions("replies of the model have the role assistant", {"response_role": "assistant"}),
-    RefusedOptions(
-        "ask for it in each request",
-        {
-            "enable_force_include_usage": False,
-            "return_tokens_as_token_ids": False,
-            "default_chat_template_kwargs": None,
-        },
-    ),
     RefusedOptions("use one of the formats of --tool-parser", {"tool_parser_plugin": ""}),
     RefusedOptions("the client runs tools", {"tool_server": None}),
     RefusedOptions("messages are never logged", {"enable_log_outputs": False}),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from octavo.config import EMBEDDED
-from octavo.engine_options import EngineOptions
+from octavo.engine_options import EngineOptions, json_object
 from octavo.errors import InvalidRequest
 from octavo.option_declaration import Option, check_options, one_of, path, real, texts, whole
 from octavo.serve.kv_events_config import KVEventsConfig, kv_events_config
@@ -138,6 +138,21 @@ class ServeConfig:
             reads="chat template",
         ),
     ] = None
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        Option(
+            "JSON object with variables of the chat template for requests that do not set them.",
+            metavar="JSON",
+            reads="json",
+            check=json_object,
+        ),
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool, Option("Write tokens in logprobs as token_id:N unless a request says otherwise.")
+    ] = False
+    enable_force_include_usage: Annotated[
+        bool, Option("Send the usage at the end of every stream, also if not asked to.")
+    ] = False
     tool_parser: Annotated[
         str,
         Option(
@@ -159,6 +174,14 @@ class ServeConfig:
             check=known_reasoning,
         ),
     ] = "auto"
+    thinking_token_budget: Annotated[
+        int | None,
+        Option(
+            "Maximum number of reasoning tokens of requests that set no thinking_token_budget.",
+            metavar="N",
+            check=whole(0),
+        ),
+    ] = None
     files_dir: Annotated[
         str | None,
         Option(

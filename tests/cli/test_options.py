@@ -21,7 +21,7 @@ from octavo.cli.options import (
     size_or_auto,
     sizes,
 )
-from octavo.config import SpeculativeConfig
+from octavo.config import PoolerConfig, SpeculativeConfig
 from octavo.engine_options import EngineOptions
 from octavo.errors import ModelError
 from octavo.option_declaration import flag_of, option_declarations
@@ -145,6 +145,7 @@ OTHER_VALUES: dict[str, tuple[str | None, object]] = {
     "record_events": ("events.jsonl", "events.jsonl"),
     "show_text": (None, True),
     "parse_special": (None, False),
+    "pooler_config": ('{"pooling_type": "MEAN"}', PoolerConfig("MEAN")),
 }
 NEEDS = {
     "kv_disk_gib": ["--kv-disk", "there"],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.running import NAME, Running, check_error, server
+from tests.serve.running import NAME, Running, check_error, events, server
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -97,3 +97,70 @@ def test_a_server_sleeps_and_wakes_up(tmp_path: Path) -> None:
         assert drowsy.metrics()['vllm:engine_sleep_state{sleep_state="awake"}'] == 1
         for path, param in (("/sleep?level=3", "level"), ("/wake_up?tags=x", "tags")):
             check_error(drowsy.http.post(path), 400, param)
+
+
+# ---- token ids in, token ids out ----------------------------------------------------------------
+
+TOKENS = "/inference/v1/generate"
+
+
+def test_token_ids_in_token_ids_out(running: Running) -> None:
+    params = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "detokenize": False}
+    body = {"token_ids": [5, 6, 7], "sampling_params": {**params, "logprobs": 2, "n": 1}}
+    reply = running.post(TOKENS, body).json()
+    completion = {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    same = running.post("/v1/completions", {**completion, "return_token_ids": True}).json()
+    (choice,) = reply["choices"]
+    assert choice["token_ids"] == same["choices"][0]["token_ids"]
+    assert [len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]] == [2] * 5
+    assert reply["usage"]["completion_tokens"] == 5
+    found = events(running.post(TOKENS, {**body, "stream": True}).text)
+    streamed = [token for chunk in found for token in chunk["choices"][0]["token_ids"]]
+    assert streamed == choice["token_ids"]
+    assert found[-1]["choices"][0]["finish_reason"] == "length"
+    unlimited = {"token_ids": [5], "sampling_params": {"ignore_eos": True}}
+    assert len(running.post(TOKENS, unlimited).json()["choices"][0]["token_ids"]) == 1023
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({}, "token_ids"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [300]}, "token_ids"),
+        ({"token_ids": [1], "sampling_params": {"temperature": 9}}, "temperature"),
+        ({"token_ids": [1], "sampling_params": {"n": "x"}}, "sampling_params"),
+        ({"token_ids": [1], "sampling_params": {"bad_words": ["x"]}}, "bad_words"),
+        (
+            {"token_ids": [1], "sampling_params": {"stop": ["x"], "detokenize": False}},
+            "sampling_params.stop",
+        ),
+    ],
+)
+def test_token_ids_that_are_refused(running: Running, asked: Any, param: str) -> None:
+    check_error(running.post(TOKENS, asked), 400, param)
+
+
+def test_rendered_requests(running: Running) -> None:
+    asked = {"prompt": ["hello", "a <|end|>"], "temperature": 0.5, "return_token_offsets": True}
+    first, second = running.post("/v1/completions/render", asked).json()
+    assert first["prompt"] == "hello" and first["request_id"].startswith("cmpl-")
+    assert first["token_offsets"] == [[i, i + 1] for i in range(5)]
+    assert second["token_offsets"][-1] == [2, 9], "the token <|end|>"
+    assert first["sampling_params"]["temperature"] == 0.5
+    generated = {"token_ids": first["token_ids"], "sampling_params": {"max_tokens": 2}}
+    assert running.post(TOKENS, generated).status_code == 200
+    chat = running.post("/v1/chat/completions/render", {"messages": HI, "stream": True}).json()
+    assert chat["stream"] is True and chat["token_offsets"] is None
+    check_error(running.post("/v1/completions/render", {"prompt": "x", "top_p": 2}), 400, "top_p")
+
+
+def test_the_load_is_in_a_header_if_a_client_asks(running: Running) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    for wanted, start in (("TEXT", "TEXT named_metrics.kv"), ("json", 'JSON {"named_metrics"')):
+        header = {"endpoint-load-metrics-format": wanted}
+        reply = running.post("/v1/completions", body, headers=header)
+        assert reply.headers["endpoint-load-metrics"].startswith(start)
+    for header in ({}, {"endpoint-load-metrics-format": "other"}):
+        reply = running.post("/v1/completions", body, headers=header)
+        assert "endpoint-load-metrics" not in reply.headers

@@ -38,6 +38,7 @@ SERVER_TESTS = (
     "pooling/scoring/test_bi_encoder_online.py",
     "scale_out/render/test_render.py",
     "scale_out/token_in_token_out/test_serving_tokens.py",
+    "serve/sagemaker/test_sagemaker_stateful_sessions.py",
     "serve/dev/test_sleep.py",
     "serve/instrumentator/test_basic.py",
     "serve/instrumentator/test_metrics.py",

@@ -34,6 +34,7 @@ from octavo.serve.api.protocol import (
     ResponsesRequest,
     ScoreRequest,
     TokenizeRequest,
+    TokensRequest,
 )
 from octavo.serve.limits import Limits
 
@@ -51,6 +52,8 @@ POSTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
     ),
     "/v1/batches": (BatchRequest, "Create a batch.", ("input_file_id", "endpoint")),
     "/v1/completions": (CompletionRequest, "Continue a text.", ("prompt",)),
+    "/v1/completions/render": (CompletionRequest, "Tokenise prompts.", ("prompt",)),
+    "/inference/v1/generate": (TokensRequest, "Continue token ids.", ("token_ids",)),
     "/v1/messages": (MessagesRequest, "Answer a conversation (Anthropic).", ("messages",)),
     "/v1/messages/count_tokens": (
         MessagesRequest,

@@ -67,12 +67,16 @@ def longest(front: Front, truncated: int | None) -> int:
     return front.client.model.max_model_len if truncated is None else sys.maxsize
 
 
-def template_options(body: ChatRequest) -> dict[str, Any]:
+def template_options(front: Front, body: ChatRequest) -> dict[str, Any]:
     """Return the variables of the chat template.
 
-    These are chat_template_kwargs, and the request fields that are variables too.
+    These are those of the server, chat_template_kwargs, and the request fields that are variables
+    too.
     """
-    options = dict(body.chat_template_kwargs or {})
+    options = {
+        **(front.config.default_chat_template_kwargs or {}),
+        **(body.chat_template_kwargs or {}),
+    }
     if body.documents:
         options.setdefault("documents", body.documents)
     if body.reasoning_effort is not None:
@@ -87,7 +91,7 @@ def check_template_options(front: Front, body: ChatRequest, headers: dict[str, s
     A header names those that the template of the server does not use. A template that came with
     the request is not checked here, because it may only run in a worker process.
     """
-    options = template_options(body)
+    options = template_options(front, body)
     if not options:
         return
     check_options(options, front.tokenizer.specials)
@@ -146,7 +150,7 @@ def chat_job(
         messages=messages,
         tools=tools.tools if tools else None,
         template=body.chat_template,
-        options={**template_options(body), **own_options},
+        options={**template_options(front, body), **own_options},
         context=context,
         keep=keep,
         keep_first=body.truncation_side == "right",

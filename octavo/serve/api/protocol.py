@@ -258,6 +258,19 @@ class CompletionRequest(OpenAI, kw_only=True):
     parse_special: bool | None = None  # False makes control tokens in a text plain characters.
 
 
+class TokensRequest(msgspec.Struct, kw_only=True):
+    """A request of vLLM's /inference/v1/generate."""
+
+    token_ids: list[int] | None = None
+    sampling_params: dict[str, Any] | None = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+
+
 class GenerateRequest(Common, kw_only=True):
     prompt: str | None = None
     max_new_tokens: int | None = None

@@ -45,6 +45,7 @@ class Shape:
     prompt_logprobs: bool = False  # The prompt logprobs are sent in the form of vLLM.
     prompt_only: bool = False  # With max_tokens 0, the reply contains only the prompt.
     token_ids: bool = False  # The token ids of prompt and text are sent.
+    tokens_as_ids: bool = False  # Tokens in logprobs are written as token_id:N.
     prompt_text: bool = False  # The rendered prompt of a chat is sent.
     usage: str | None = None  # The chunks of a stream with the usage: None, "end" or "all".
     stream: bool = False

@@ -56,6 +56,8 @@ def reasoning_start(
     if style is None:
         ignore(asked.headers, *(["thinking_token_budget"] if budget is not None else []))
         return None
+    if budget is None:
+        budget = front.config.thinking_token_budget
     is_open = opened(front.tokenizer, style, prompt)
     asked.params = replace(
         asked.params,

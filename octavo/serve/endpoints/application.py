@@ -61,6 +61,8 @@ POST: dict[str, Handler] = {
     "/v1/chat/completions": completions.chat_completions,
     "/v1/chat/completions/render": completions.render,
     "/v1/completions": completions.completions,
+    "/v1/completions/render": completions.render_completion,
+    "/inference/v1/generate": completions.generate_tokens,
     "/v1/messages": anthropic_routes.messages,
     "/v1/messages/count_tokens": anthropic_routes.count_tokens,
     "/v1/responses": responses_routes.create,

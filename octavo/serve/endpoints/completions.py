@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.params import SamplingParams
-from octavo.serve.api import prompt, validate
+from octavo.serve.api import prompt, token_generation, validate
 from octavo.serve.api.api_errors import ApiError, api_error, invalid_field, unsupported
 from octavo.serve.api.logprobs import Layout
 from octavo.serve.api.protocol import (
@@ -23,12 +23,14 @@ from octavo.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
     OpenAI,
+    TokensRequest,
 )
 from octavo.serve.api.replies import ChunkWriter, Envelope, Shape
 from octavo.serve.api.reply_writer import ReplyWriter
 from octavo.serve.api.request_fields import FIELDS, Field
 from octavo.serve.api.request_reasoning import reasoning_start, reasoning_style, show_tags
 from octavo.serve.api.request_tools import modernise, read_tools
+from octavo.serve.api.token_generation import TokensWriter
 from octavo.serve.api.translation import FieldNames
 from octavo.serve.api.validate import Asked, Prepared
 from octavo.serve.front.client import Call
@@ -97,6 +99,22 @@ async def chat_batch(exchange: Exchange) -> None:
     await answer(exchange, prepared, chunk_writer(exchange, shape), stream=False)
 
 
+async def generate_tokens(exchange: Exchange) -> None:
+    """Continue token ids, and reply with token ids."""
+    front = exchange.front
+    body, unknown = await exchange.body(TokensRequest, generates=True)
+    completion, others = token_generation.to_completion(body)
+    with FieldNames({"prompt": "token_ids"}).errors():
+        prepared, shape = await prepare_completion(
+            front, exchange.caller, completion, {**others, **unknown}
+        )
+    if shape.logprobs is not None:
+        shape.logprobs = replace(shape.logprobs, top=max(shape.logprobs.top, 1))
+    request_id = body.request_id or exchange.caller.id
+    writer = TokensWriter(request_id, front.config.name, front.tokenizer, shape)
+    await answer(exchange, prepared, writer, shape.stream)
+
+
 async def render(exchange: Exchange) -> None:
     """Reply with the rendered prompt and its tokens, and generate nothing.
 
@@ -104,27 +122,67 @@ async def render(exchange: Exchange) -> None:
     """
     front = exchange.front
     body, unknown = await exchange.body(ChatRequest)
+    wants_offsets = bool(unknown.pop("return_token_offsets", False))
+    unknown.pop("return_assistant_tokens_mask", None)  # It is always null.
     asked, shape = read_chat(front, exchange.caller, body, unknown)
     asked.params.check_vocabulary(front.client.model.vocab_size)
     ids = await prompt.chat_ids(front, body, asked, shape.tools, context=sys.maxsize)
     text = await front.text.decode(front.tokenizer, ids)
-    reply = {
-        "prompt": text,
-        "token_ids": ids,
-        "count": len(ids),
-        "max_model_len": front.client.model.max_model_len,
-    }
+    reply = await describe_prompt(exchange, body, asked, (text, ids), wants_offsets)
     await exchange.reply(reply, asked.headers)
+
+
+async def render_completion(exchange: Exchange) -> None:
+    """Reply with the tokens of each prompt, and generate nothing."""
+    front = exchange.front
+    body, unknown = await exchange.body(CompletionRequest)
+    wants_offsets = bool(unknown.pop("return_token_offsets", False))
+    asked, _ = read_completion(front, exchange.caller, body, unknown)
+    asked.params.check_vocabulary(front.client.model.vocab_size)
+    replies = []
+    for text, ids in await prompt.completion_prompts(front, body, asked):
+        shown = text if text is not None else await front.text.decode(front.tokenizer, ids)
+        replies.append(await describe_prompt(exchange, body, asked, (shown, ids), wants_offsets))
+    await exchange.reply(replies, asked.headers)
+
+
+async def describe_prompt(
+    exchange: Exchange,
+    body: OpenAI,
+    asked: Asked,
+    rendered_prompt: tuple[str, list[int]],
+    wants_offsets: bool,
+) -> dict[str, Any]:
+    """Return what the render routes say of a prompt."""
+    front = exchange.front
+    offsets = None
+    if wants_offsets:
+        offsets = await asyncio.to_thread(
+            token_generation.token_offsets, front.tokenizer, *rendered_prompt
+        )
+    shape = Shape(chat=isinstance(body, ChatRequest))
+    found = token_generation.rendered(
+        envelope(front, exchange.caller, shape).id,
+        front.config.name,
+        rendered_prompt,
+        asked.params,
+        body,
+        offsets,
+    )
+    return {**found, "max_model_len": front.client.model.max_model_len}
 
 
 # ---- reading the request -------------------------------------------------------------------------
 
 
-def _stream(body: OpenAI, headers: dict[str, str]) -> tuple[bool, str | None]:
-    """Return whether to stream, and which chunks contain the usage: None, "end" or "all"."""
+def _stream(body: OpenAI, headers: dict[str, str], forced: bool) -> tuple[bool, str | None]:
+    """Return whether to stream, and which chunks contain the usage: None, "end" or "all".
+
+    `forced` says that a stream has the usage also if the request does not ask for it.
+    """
     options = body.stream_options
     if not options:
-        return bool(body.stream), None
+        return bool(body.stream), "end" if forced and body.stream else None
     if not body.stream:
         raise invalid_field("stream_options", "stream_options is allowed only with stream: true")
     for name in STREAM_OPTIONS:
@@ -135,7 +193,7 @@ def _stream(body: OpenAI, headers: dict[str, str]) -> tuple[bool, str | None]:
     unknown = [name for name in options if name not in STREAM_OPTIONS]
     names = [f"stream_options.{n[:64]}" for n in unknown if validate.LABEL.fullmatch(n)]
     validate.ignore(headers, *names[:20])
-    if not options.get("include_usage"):
+    if not (options.get("include_usage") or forced):
         return True, None
     return True, "all" if options.get("continuous_usage_stats") else "end"
 
@@ -165,14 +223,18 @@ def _logprobs(
             )
         return params
     params = replace(params, logprobs=top, logprob_token_ids=body.logprob_token_ids)
-    shape.logprobs = Layout(top, params.logprob_token_ids, bool(body.return_tokens_as_token_ids))
+    shape.logprobs = Layout(top, params.logprob_token_ids, shape.tokens_as_ids)
     return params
 
 
-def _shape(body: OpenAI, chat: bool, headers: dict[str, str]) -> Shape:
+def _shape(front: Front, body: OpenAI, chat: bool, headers: dict[str, str]) -> Shape:
     """Return the part of the reply's shape that chats and completions have in common."""
     shape = Shape(chat=chat, n=1 if body.n is None else body.n)
-    shape.stream, shape.usage = _stream(body, headers)
+    forced = front.config.enable_force_include_usage
+    shape.stream, shape.usage = _stream(body, headers, forced)
+    shape.tokens_as_ids = front.config.return_tokens_as_token_ids
+    if body.return_tokens_as_token_ids is not None:
+        shape.tokens_as_ids = body.return_tokens_as_token_ids
     shape.prompt_logprobs = body.prompt_logprobs is not None
     shape.token_ids = bool(body.return_token_ids)
     return shape
@@ -194,7 +256,7 @@ def read_chat(
     prompt.check_template_options(front, body, headers)
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(front, body)
-    shape = _shape(body, True, headers)
+    shape = _shape(front, body, True, headers)
     shape.prompt_text = bool(body.return_prompt_text)
     shape.prefix = last_message(body) if body.echo else ""
     params = validate.choices(body, params, shape.n, 1, shape.stream, limits, headers)
@@ -268,11 +330,24 @@ async def prepare_completion(
     unknown: dict[str, Any],
     table: Mapping[str, Field] = FIELDS,
 ) -> tuple[Prepared, Shape]:
+    asked, shape = read_completion(front, caller, body, unknown, table)
+    prompts = await prompt.completion_prompts(front, body, asked)
+    return validate.build(front, caller, body, prompts, asked), shape
+
+
+def read_completion(
+    front: Front,
+    caller: Caller,
+    body: CompletionRequest,
+    unknown: dict[str, Any],
+    table: Mapping[str, Field] = FIELDS,
+) -> tuple[Asked, Shape]:
+    """Return the request without its prompts, and the shape of its reply."""
     limits = front.config.limits
     headers = validate.check_fields(front, unknown, chat=False, table=table)
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(front, body)
-    shape = _shape(body, False, headers)
+    shape = _shape(front, body, False, headers)
     shape.echo = bool(body.echo)
     many = (
         len(body.prompt)
@@ -292,9 +367,7 @@ async def prepare_completion(
         params = replace(params, prompt_logprobs=max(top, params.prompt_logprobs or 0))
     params = _logprobs(body, shape, params, top)
     _check_minimum(params, wanted)
-    asked = Asked(params, max(wanted, 1), timeout, headers)
-    prompts = await prompt.completion_prompts(front, body, asked)
-    return validate.build(front, caller, body, prompts, asked), shape
+    return Asked(params, max(wanted, 1), timeout, headers), shape
 
 
 def _check_minimum(params: SamplingParams, wanted: int | None) -> None:

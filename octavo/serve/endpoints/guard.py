@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import ipaddress
+import json
 import logging
 import re
 import time
@@ -33,6 +34,7 @@ from octavo.serve.http.connections import Connection
 
 log = logging.getLogger(__name__)
 OPEN = frozenset({"/livez", "/readyz", "/startupz", "/health", *PAGE})
+LOAD_FORMAT = b"endpoint-load-metrics-format"  # A header of requests: TEXT or JSON.
 KEY_PROTOCOL = "octavo-key."  # The key follows in base64url without padding.
 # Spans name the operation of these routes "chat", and of others "text_completion".
 CHAT_PATHS = ("/v1/chat", "/v1/messages", "/v1/responses", "/api/chat")
@@ -127,7 +129,23 @@ class Guard:
         id_headers = [(b"x-request-id", given if valid else ours), (b"x-octavo-request-id", ours)]
         if caller.span is not None:
             id_headers.append((b"traceresponse", caller.span.traceresponse.encode()))
+        if (wanted := headers.get(LOAD_FORMAT)) is not None:
+            id_headers += self.load_headers(wanted)
         return id_headers
+
+    def load_headers(self, wanted: bytes) -> list[tuple[bytes, bytes]]:
+        """Return the load of the engine in the form of ORCA, which load balancers ask for."""
+        client = self.front.client
+        heartbeat = client.supervisor.heartbeat
+        blocks = heartbeat.blocks_used + heartbeat.blocks_cached + heartbeat.blocks_free
+        load = {
+            "kv_cache_usage_perc": heartbeat.blocks_used / blocks if blocks else 0.0,
+            "num_requests_waiting": float(len(client.queue_bound.waiting)),
+        }
+        text = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+        report = {b"text": f"TEXT {text}", b"json": f"JSON {json.dumps({'named_metrics': load})}"}
+        found = report.get(wanted.lower())
+        return [] if found is None else [(b"endpoint-load-metrics", found.encode())]
 
     def check(self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller) -> None:
         host = text(headers, b"host") or ""

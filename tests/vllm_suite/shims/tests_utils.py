@@ -88,7 +88,8 @@ def translated(model: str, given: list[str]) -> list[str]:
         folder = Path(tempfile.gettempdir()) / "octavo-vllm-suite"
         folder.mkdir(exist_ok=True)
         (folder / "thinking.jinja").write_text(THINKING)
-        args += ["--chat-template", str(folder / "thinking.jinja")]
+        # The embedded model does not reason, so its reasoning is closed after a few tokens.
+        args += ["--chat-template", str(folder / "thinking.jinja"), "--thinking-token-budget", "24"]
     return args
 
 
@@ -140,7 +141,7 @@ class RemoteOpenAIServer:
             try:
                 if self._is_ready():
                     return
-            except (OSError, requests.RequestException):
+            except Exception:  # The server is not there yet.
                 pass
             time.sleep(0.3)
         text = (self.folder / "log").read_text()[-2000:]

@@ -43,6 +43,39 @@ def get_tokenizer(*_: Any, **__: Any) -> Tokenizer:
     return Tokenizer.from_gguf(open_gguf(embedded_path()).gguf_metadata)
 
 
+class HfTokenizer:
+    """The embedded model's tokenizer with the results of transformers 5."""
+
+    def __init__(self) -> None:
+        self._own = get_tokenizer()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        options.pop("return_tensors", None)
+        found = self._own(text, **options)
+        return Record(found) if isinstance(found, dict) else found
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        for name in ("return_tensors", "padding"):
+            options.pop(name, None)
+        as_record = options.pop("return_dict", False)
+        found = self._own.apply_chat_template(messages, **options)
+        return Record(input_ids=found) if as_record else found
+
+
+def offline_tokenizers() -> None:
+    """Let transformers find the embedded model's tokenizer under every name."""
+    import transformers
+
+    made = classmethod(lambda cls, *_, **__: HfTokenizer())
+    transformers.AutoTokenizer.from_pretrained = made
+
+
 class Environment(types.ModuleType):
     """vLLM's module of environment variables."""
 
@@ -103,7 +136,8 @@ class VllmFinder:
         except ImportError:
             return MadeUp(spec.name)
         made = MadeUp(spec.name)
-        names = [name for name in dir(twin) if not name.startswith("__")]
+        names = {name for name in dir(twin) if not name.startswith("__")}
+        names |= set(getattr(twin, "__all__", ()))
         vars(made).update({name: getattr(twin, name) for name in names})
         return made
 
@@ -112,6 +146,7 @@ class VllmFinder:
 
 
 sys.meta_path.insert(0, VllmFinder())
+offline_tokenizers()
 json.JSONEncoder.default = lambda self, value: str(value)  # type: ignore[method-assign]
 
 # ---- which tests apply -------------------------------------------------------------------------

@@ -1,0 +1,149 @@
+"""vLLM's /inference/v1/generate: token ids in, token ids out. Also what the render routes return.
+
+A request becomes a CompletionRequest, whose prompt is the token ids. The reply has no text.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from octavo.collect import Collector
+from octavo.outputs import CompletionOutput
+from octavo.params import SamplingParams
+from octavo.serve.api.api_errors import ApiError, invalid_field
+from octavo.serve.api.logprobs import Offsets, prompt_logprobs_of
+from octavo.serve.api.protocol import CompletionRequest, OpenAI, TokensRequest
+from octavo.serve.api.replies import DONE, KEEP_ALIVE, Shape, event, usage_of
+from octavo.serve.api.reply_writer import EVENT_STREAM
+from octavo.text.tokenizer import Tokenizer
+
+encode = msgspec.json.Encoder().encode
+# Fields of vLLM's SamplingParams that ask for nothing here.
+NEUTRAL = ("detokenize", "output_kind", "skip_clone", "flat_logprobs", "output_text_buffer_length")
+# Fields of SamplingParams that a rendered request shows.
+SHOWN = (
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p",
+    "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens",
+    "logprobs", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output",
+    "logit_bias", "allowed_token_ids",
+)  # fmt: skip
+
+
+def to_completion(body: TokensRequest) -> tuple[CompletionRequest, dict[str, Any]]:
+    """Return the request as a completion, and the sampling parameters that it does not have."""
+    if not body.token_ids:
+        raise invalid_field("token_ids", "token_ids must be a list of at least one token id")
+    given = {
+        name: value for name, value in (body.sampling_params or {}).items() if value is not None
+    }
+    if given.get("stop") and given.get("detokenize") is False:
+        raise invalid_field("sampling_params.stop", "stop strings need text: remove detokenize")
+    for name in NEUTRAL:
+        given.pop(name, None)
+    known = {
+        name: given.pop(name) for name in list(given) if name in CompletionRequest.__struct_fields__
+    }
+    known.setdefault("max_tokens", -1)
+    shared = ("model", "stream", "stream_options", "cache_salt", "priority", "request_id", "user")
+    known |= {name: getattr(body, name) for name in shared if hasattr(body, name)}
+    try:
+        completion = msgspec.convert({**known, "prompt": body.token_ids}, CompletionRequest)
+    except msgspec.ValidationError as error:
+        raise invalid_field("sampling_params", f"sampling_params: {error}") from None
+    return completion, given
+
+
+class TokensWriter:
+    """Builds the reply of /inference/v1/generate, whole or in chunks."""
+
+    content_type = EVENT_STREAM
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, shape: Shape):
+        self._request_id = request_id
+        self._model = model
+        self._tokenizer = tokenizer
+        self._shape = shape
+
+    def _choice(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        layout = self._shape.logprobs
+        logprobs = None
+        if layout is not None and completion.logprobs is not None:
+            logprobs = layout.chat(self._tokenizer, completion.logprobs)
+        return {
+            "index": index,
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason,
+            "token_ids": completion.token_ids,
+        }
+
+    def whole(self, collectors: list[Collector]) -> dict[str, Any]:
+        (collector,) = collectors
+        choices = [self._choice(index, each) for index, each in enumerate(collector.best)]
+        prompt_logprobs = prompt_logprobs_of(collector) if self._shape.prompt_logprobs else None
+        return {
+            "request_id": self._request_id,
+            "model": self._model,
+            "created": int(time.time()),
+            "choices": choices,
+            "usage": usage_of(collectors),
+            "prompt_logprobs": prompt_logprobs,
+            "kv_transfer_params": None,
+        }
+
+    def begin(self) -> bytes:
+        return b""
+
+    def piece(
+        self, prompt_index: int, piece: CompletionOutput, collectors: list[Collector]
+    ) -> bytes:
+        if not piece.token_ids and piece.finish_reason is None:
+            return b""
+        choice = self._choice(piece.index, piece)
+        return event(encode({"request_id": self._request_id, "choices": [choice]}))
+
+    def end(self, collectors: list[Collector], error: ApiError | None) -> bytes:
+        usage = b""
+        if self._shape.usage is not None:
+            found = {"request_id": self._request_id, "choices": [], "usage": usage_of(collectors)}
+            usage = event(encode(found))
+        return usage + (b"" if error is None else event(error.encode())) + DONE
+
+
+# ---- rendered requests -------------------------------------------------------------------------
+
+
+def rendered(
+    request_id: str,
+    model: str,
+    prompt: tuple[str, list[int]],
+    params: SamplingParams,
+    body: OpenAI,
+    offsets: list[tuple[int, int]] | None,
+) -> dict[str, Any]:
+    """Return a request that was read and not run. /inference/v1/generate would accept it."""
+    text, ids = prompt
+    fields = {name: value for name, value in asdict(params).items() if name in SHOWN}
+    return {
+        "request_id": request_id,
+        "model": model,
+        "prompt": text,
+        "token_ids": ids,
+        "count": len(ids),
+        "sampling_params": fields,
+        "stream": bool(body.stream),
+        "stream_options": body.stream_options,
+        "token_offsets": offsets,
+        "assistant_tokens_mask": None,
+    }
+
+
+def token_offsets(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[tuple[int, int]]:
+    """Return where each token begins and ends in the text of a prompt, in characters."""
+    starts = Offsets(tokenizer, False, continuing=False).push(ids, len(text), True)
+    ends = [*starts[1:], len(text)]
+    return [(min(start, len(text)), end) for start, end in zip(starts, ends, strict=True)]
