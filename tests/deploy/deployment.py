@@ -79,7 +79,10 @@ def exported(prefix: str = "octavo") -> dict[str, set[str]]:
     metrics = Metrics(prefix, "m")
     metrics.rejections.labels("queue_full").inc()
     metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
-        supervisor=SimpleNamespace(heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None),
+        supervisor=SimpleNamespace(
+            heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None, sleep_level=0
+        ),
+        engine_saturated=False,
         queue_bound=SimpleNamespace(waiting=[], tokens=0),
         open_requests={},
         ready=True,

@@ -44,6 +44,7 @@ def test_metrics_that_vllm_has_renamed_have_both_names_under_its_prefix(prefix: 
         queue_bound=SimpleNamespace(waiting=[], tokens=0),
         open_requests={},
         ready=True,
+        engine_saturated=False,
     )
     samples = {}
     for line in metrics.render().decode().splitlines():

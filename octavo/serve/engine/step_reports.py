@@ -34,7 +34,9 @@ class StepCounts:
             num_tokens = event.plan.num_tokens
             self.prefill_tokens += prefill_tokens
             self.decode_tokens += num_tokens - prefill_tokens
-            self._step_tokens.append(num_tokens)
+            # The last chunk of a prompt generates a token besides those that it computes.
+            num_first_tokens = sum(item.sample for item in items if item.start is not None)
+            self._step_tokens.append(num_tokens + num_first_tokens)
 
     @property
     def has_steps(self) -> bool:
@@ -47,7 +49,7 @@ class StepCounts:
         return admitted
 
     def take_step_tokens(self) -> list[int]:
-        """Return the number of tokens of each step since the last call."""
+        """Return how many tokens each step since the last call has computed or generated."""
         step_tokens = self._step_tokens
         self._step_tokens = []
         return step_tokens

@@ -74,6 +74,7 @@ PER_TOKEN = (
 )
 LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+COUNTS = (1, 2, 5, 10, 20, 50, 100)
 ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CLASSIC = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 50)
 
@@ -204,6 +205,7 @@ class EngineSource(Source):
             {str(place): count for place, count in enumerate(heartbeat.accepted_at)},
         )
         yield self._sleep_state(self.client.supervisor.sleep_level)
+        yield self._waiting_by_reason(self.client)
         if heartbeat.tiers:
             yield self._labelled(
                 "kv_disk_misses",
@@ -218,6 +220,18 @@ class EngineSource(Source):
                 "tier",
                 hits,
             )
+
+    def _waiting_by_reason(self, client: EngineClient) -> Metric:
+        gauge = GaugeMetricFamily(
+            f"{self.prefix}:num_requests_waiting_by_reason",
+            "Requests in the queue: capacity if the engine has no room for them, else deferred.",
+            labels=["model_name", "reason"],
+        )
+        waiting = len(client.queue_bound.waiting)
+        for reason, is_saturated in (("capacity", True), ("deferred", False)):
+            count = waiting if client.engine_saturated == is_saturated else 0
+            gauge.add_metric([self.model, reason], count)
+        return gauge
 
     def _sleep_state(self, level: int) -> Metric:
         gauge = GaugeMetricFamily(
@@ -424,7 +438,27 @@ class Metrics:
             LATENCY,
         )
         self.iteration = self._histogram(
-            "iteration_tokens_total", "Tokens computed in one step.", ITERATION
+            "iteration_tokens_total",
+            "Prompt tokens computed and tokens generated in one step.",
+            ITERATION,
+        )
+        self.inference_time = self._histogram(
+            "request_inference_time_seconds",
+            "Time from the first step to the last token, in seconds.",
+            LATENCY,
+        )
+        self.computed_lengths = self._histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a finished request that were not in the prefix cache.",
+            LENGTHS,
+        )
+        self.params_n = self._histogram(
+            "request_params_n", "Completions that a finished request asked for.", COUNTS
+        )
+        self.params_max_tokens = self._histogram(
+            "request_params_max_tokens",
+            "Most tokens that a finished request could generate.",
+            LENGTHS,
         )
         self.prompt_lengths = self._histogram(
             "request_prompt_tokens", "Prompt tokens of a finished request.", LENGTHS
@@ -551,7 +585,7 @@ class Metrics:
             request_id = collector.request.id
             times = collector.metrics
             self._last_token.pop(request_id, None)
-            self._start_times.pop(request_id, None)
+            start_time = self._start_times.pop(request_id, None)
             if refused:
                 continue
             # 499 means that the client disconnected or cancelled the request.
@@ -566,6 +600,8 @@ class Metrics:
                 generating = times.finished_time - times.first_token_time
                 self.e2e.observe(times.finished_time - times.arrival_time)
                 self.decode_time.observe(generating)
+                if start_time is not None:
+                    self.inference_time.observe(times.finished_time - start_time)
                 count = self._record_lengths(collector)
                 # The tokens of a beam search arrive all at once.
                 if count > 1 and not collector.request.params.use_beam_search:
@@ -580,6 +616,11 @@ class Metrics:
         for length in lengths:
             self.reply_lengths.observe(length)
         longest = max(lengths)
-        self.prompt_lengths.observe(len(collector.request.prompt))
+        prompt_length = len(collector.request.prompt)
+        params = collector.request.params
+        self.params_n.observe(params.n)
+        self.params_max_tokens.observe(params.max_tokens or 0)
+        self.computed_lengths.observe(prompt_length - collector.cached)
+        self.prompt_lengths.observe(prompt_length)
         self.longest_replies.observe(longest)
         return longest
