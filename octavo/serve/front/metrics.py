@@ -386,6 +386,7 @@ class Metrics:
         self.source = EngineSource(prefix, model)
         self.registry.register(self.source)
         self._add_histograms()
+        self._add_request_histograms()
         self._add_counters()
         self._add_server_metrics()
         self._add_classic_metrics()
@@ -442,6 +443,9 @@ class Metrics:
             "Prompt tokens computed and tokens generated in one step.",
             ITERATION,
         )
+
+    def _add_request_histograms(self) -> None:
+        """Add what is known of a request when it has finished."""
         self.inference_time = self._histogram(
             "request_inference_time_seconds",
             "Time from the first step to the last token, in seconds.",
