@@ -73,6 +73,25 @@ class ForwardBatch:
     scratch: dict[Any, Any] = field(default_factory=dict)
 
 
+class SamplingColumns(NamedTuple):
+    """The sampling parameters of all batch slots, one entry for each slot.
+
+    Likelihood is compared in steps: the distance of a logit from the largest one of its row, times
+    2^26 / temperature, rounded down. Tokens in the same step rank by their id.
+    """
+
+    temperature: Tensor  # float32; 0: take the likeliest token
+    top_p: Tensor  # float32; 1: off
+    top_k: Tensor  # int32; as large as the vocabulary: off
+    max_distance: Tensor  # int32, min-p in steps; MAX_STEPS or more: off
+    seed_low: Tensor  # int32
+    seed_high: Tensor  # int32
+
+
+STEPS_PER_TEMPERATURE = 2**26
+MAX_STEPS = 2**31 - 128  # the largest float32 below 2^31; larger distances count as this one
+
+
 class Ops(Protocol):
     """All arithmetic that a decoder needs.
 
@@ -209,19 +228,13 @@ class Ops(Protocol):
         ...
 
     def choose(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        temperature: Tensor,
-        seed_low: Tensor,
-        seed_high: Tensor,
-        position: Tensor,
+        self, logits: Tensor, slots: Tensor, positions: Tensor, sampling: SamplingColumns
     ) -> Tensor:
         """Sample a token from softmax(logits / temperature) for each row of logits [R, vocab].
 
-        Temperature 0 takes the most likely token. rows [R] are indices into temperature (float32)
-        and the halves of the seed; position [R] is the position of the new token. The result
-        depends on (logits, temperature, seed, position) only. Returns [R] int32, with -1 for a row
-        that has a NaN or whose largest logit is not finite.
+        Only tokens that min-p, then top-k, then top-p keep are sampled. slots [R] are the rows'
+        batch slots, positions [R] the positions of the new tokens (int32). A token depends on
+        (logits, parameters, seed, position) only. Returns [R] int32, with -1 for a row that has a
+        NaN or whose largest logit is not finite.
         """
         ...

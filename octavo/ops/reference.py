@@ -15,11 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.ops import ForwardBatch, Watched
+from octavo.ops import (
+    MAX_STEPS,
+    STEPS_PER_TEMPERATURE,
+    ForwardBatch,
+    SamplingColumns,
+    Watched,
+)
 from octavo.ops.collectives import Collectives, SingleRank
 from octavo.ops.fused_spec import DecoderSpec, Fused
 from octavo.ops.kv import KV, LARGEST, QuantKV, compress, expand
 from octavo.ops.weight import QuantWeight, dense
+
+# Rows that are filtered at once: sorting takes ten times the memory of its input.
+FILTERED_ROWS = 64
 
 
 class Group(NamedTuple):
@@ -223,22 +232,15 @@ class ReferenceOps:
         return None
 
     def choose(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        temperature: Tensor,
-        seed_low: Tensor,
-        seed_high: Tensor,
-        position: Tensor,
+        self, logits: Tensor, slots: Tensor, positions: Tensor, sampling: SamplingColumns
     ) -> Tensor:
-        state_rows = rows.long()
-        row_temperature = temperature[state_rows][:, None]
-        noise = gumbel(seed_low[state_rows], seed_high[state_rows], position, logits.shape[1])
-        drawn = logits.float() / torch.where(
-            row_temperature == 0, 1.0, row_temperature
-        ) + noise.masked_fill(row_temperature == 0, 0.0)
-        chosen = drawn.argmax(1)
-        return chosen.where(drawn.gather(1, chosen[:, None])[:, 0].isfinite(), -1).int()
+        rows = rows_of(sampling, slots)
+        kept = keep_likely(logits.float(), rows)
+        is_greedy = (rows.temperature == 0)[:, None]
+        noise = gumbel(rows.seed_low, rows.seed_high, positions, logits.shape[1])
+        temperature = torch.where(is_greedy, 1.0, rows.temperature[:, None])
+        drawn = kept / temperature + noise.masked_fill(is_greedy, 0.0)
+        return drawn.argmax(1).where(logits.amax(1).isfinite(), -1).int()
 
 
 def as_bytes(codes: Tensor) -> Tensor:
@@ -298,6 +300,52 @@ def group_items(batch: ForwardBatch, block_size: int) -> Iterator[Group]:
                 num_items, 1, -1, 1
             ),
         )
+
+
+def keep_likely(logits: Tensor, rows: SamplingColumns) -> Tensor:
+    """Set all but the likeliest tokens of logits [R, vocab] (float32) to -inf, by the parameters of
+    each row.
+
+    First the tokens go that are less than min_p times as likely as the first, then those beyond
+    the top k. Of the rest the fewest are kept whose probabilities, which then sum to 1, reach
+    top_p: the token that crosses top_p is kept.
+    """
+    if logits.device.type == "cpu" and not is_filtered(rows, logits.shape[1]).any():
+        return logits  # a GPU would have to wait for the answer
+    chunks = zip(
+        logits.split(FILTERED_ROWS),
+        zip(*(column.split(FILTERED_ROWS) for column in rows), strict=True),
+        strict=True,
+    )
+    return torch.cat([_keep_likely(part, SamplingColumns._make(row)) for part, row in chunks])
+
+
+def _keep_likely(logits: Tensor, rows: SamplingColumns) -> Tensor:
+    distance = logits.amax(1, keepdim=True) - logits
+    steps_per_unit = STEPS_PER_TEMPERATURE / torch.where(
+        rows.temperature == 0, 1.0, rows.temperature
+    )
+    steps = (distance * steps_per_unit[:, None]).clamp(max=MAX_STEPS).nan_to_num(0.0).int()
+    ordered, order = steps.sort(dim=1, stable=True)
+    ranks = torch.arange(logits.shape[1], device=logits.device)[None, :]
+    unlikely = (ordered > rows.max_distance[:, None]) | (ranks >= rows.top_k[:, None])
+    weights = (-ordered.double() / STEPS_PER_TEMPERATURE).exp().masked_fill(unlikely, 0.0)
+    reached = weights.cumsum(1) - weights >= rows.top_p.double()[:, None] * weights.sum(1)[:, None]
+    dropped = unlikely | (reached & (rows.top_p < 1)[:, None])
+    dropped[:, 0] = False
+    dropped &= (rows.temperature > 0)[:, None]
+    return logits.masked_fill(torch.empty_like(dropped).scatter_(1, order, dropped), -torch.inf)
+
+
+def rows_of(sampling: SamplingColumns, slots: Tensor) -> SamplingColumns:
+    """Return the parameters of some slots [R] (int32)."""
+    return SamplingColumns._make(column[slots.long()] for column in sampling)
+
+
+def is_filtered(rows: SamplingColumns, vocab_size: int) -> Tensor:
+    """Return which rows are sampled with min-p, top-k or top-p [R] (bool)."""
+    has_filter = (rows.top_k < vocab_size) | (rows.top_p < 1) | (rows.max_distance < MAX_STEPS)
+    return has_filter & (rows.temperature > 0)
 
 
 def _mix(bits: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ before it: its inputs are gathered from here, on the device.
 
 from __future__ import annotations
 
+import math
 from array import array
 from enum import IntEnum
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.ops import STEPS_PER_TEMPERATURE, SamplingColumns
 from octavo.runner.transfer import Upload
 from octavo.types import NewSlot, Plan
 
@@ -29,6 +31,7 @@ class IntColumn(IntEnum):
     SEED_LOW = 4
     SEED_HIGH = 5
     DROPPED_TOKENS = 6  # text position = cache position + this
+    MAX_DISTANCE = 7  # min-p, as in octavo.ops.SamplingColumns
 
 
 class FloatColumn(IntEnum):
@@ -36,10 +39,9 @@ class FloatColumn(IntEnum):
 
     TEMPERATURE = 0
     TOP_P = 1
-    MIN_P = 2
-    PRESENCE_PENALTY = 3
-    FREQUENCY_PENALTY = 4
-    REPETITION_PENALTY = 5
+    PRESENCE_PENALTY = 2
+    FREQUENCY_PENALTY = 3
+    REPETITION_PENALTY = 4
 
 
 MAX_INT32 = 2**31 - 1
@@ -59,7 +61,15 @@ def int_values(new: NewSlot) -> list[int]:
         _as_int32(seed & 0xFFFFFFFF),
         _as_int32(seed >> 32),
         new.dropped_tokens,
+        max_distance(params.min_p),
     ]
+
+
+def max_distance(min_p: float) -> int:
+    """Return the distance from the likeliest token at which a token is min_p times as likely."""
+    if min_p <= 0:
+        return MAX_INT32
+    return min(int(-math.log(min_p) * STEPS_PER_TEMPERATURE), MAX_INT32)
 
 
 def _as_int32(bits: int) -> int:
@@ -72,7 +82,6 @@ def float_values(new: NewSlot) -> list[float]:
     return [
         0.0 if params.greedy else params.temperature,
         params.top_p,
-        params.min_p,
         params.presence_penalty,
         params.frequency_penalty,
         max(params.repetition_penalty, MIN_REPETITION_PENALTY),
@@ -80,9 +89,8 @@ def float_values(new: NewSlot) -> list[float]:
 
 
 def is_special(new: NewSlot) -> bool:
-    """Return whether sampling needs more than the temperature: then a step takes the slow path."""
+    """Return whether sampling needs more than Ops.choose: then a step takes the slow path."""
     params = new.params
-    is_filtered = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     changes_logits = (
         params.has_penalties
         or params.logit_bias
@@ -90,7 +98,7 @@ def is_special(new: NewSlot) -> bool:
         or params.min_tokens
         or params.logits_processors
     )
-    return bool(is_filtered or changes_logits or new.num_logprobs is not None)
+    return bool(changes_logits or new.num_logprobs is not None)
 
 
 class BatchSlots:
@@ -127,6 +135,14 @@ class BatchSlots:
         self.block_table = state[:, self._table_at : self._table_at + num_blocks]
         self.tokens = state[:, self._tokens_at : self._tokens_at + max_len + 1]
         self.computed = self.ints[:, IntColumn.COMPUTED]
+        self.sampling = SamplingColumns(
+            temperature=self.floats[:, FloatColumn.TEMPERATURE],
+            top_p=self.floats[:, FloatColumn.TOP_P],
+            top_k=self.ints[:, IntColumn.TOP_K],
+            max_distance=self.ints[:, IntColumn.MAX_DISTANCE],
+            seed_low=self.ints[:, IntColumn.SEED_LOW],
+            seed_high=self.ints[:, IntColumn.SEED_HIGH],
+        )
         # What each slot was filled with last.
         self.new_slots: list[NewSlot | None] = [None] * num_slots
         self.special_slots: set[int] = set()  # is_special() of their NewSlot

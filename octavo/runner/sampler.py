@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from octavo.ops import Ops
-from octavo.params import SamplingParams
 from octavo.runner.batch import ForwardResult
 from octavo.runner.batch_slots import BatchSlots, FloatColumn, IntColumn
 from octavo.runner.transfer import Upload
@@ -37,7 +36,6 @@ class SampleJob:
 
     max_len: int  # no slot has more tokens than this
     penalised: list[int]
-    filtered: list[int]  # top-k, top-p or min-p
     allowed: list[int]  # allowed_token_ids
     masked: list[int]  # Guide.mask
     slices: dict[str, slice]
@@ -55,7 +53,6 @@ class SampleJob:
         params = [new.params for new in filled]
         allowed = [item for item, p in enumerate(params) if p.allowed_token_ids is not None]
         penalised = [item for item, p in enumerate(params) if p.has_penalties]
-        filtered = [item for item, p in enumerate(params) if is_filtered(p)]
         bias = [
             (item, token, value)
             for item, p in enumerate(params)
@@ -74,7 +71,6 @@ class SampleJob:
         ]
         slices = {
             "penalised": upload.ints(penalised),
-            "filtered": upload.ints(filtered),
             "allowed": upload.ints(allowed),
             "bias_item": upload.ints([item for item, _, _ in bias]),
             "bias_token": upload.ints([token for _, token, _ in bias]),
@@ -86,11 +82,7 @@ class SampleJob:
             "masked": upload.ints(list(masks)),
             "mask": upload.ints(np.frombuffer(b"".join(masks.values()), np.int32)),
         }
-        return SampleJob(max_len, penalised, filtered, allowed, list(masks), slices)
-
-
-def is_filtered(params: SamplingParams) -> bool:
-    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        return SampleJob(max_len, penalised, allowed, list(masks), slices)
 
 
 def choose(
@@ -103,14 +95,7 @@ def choose(
     if batch_slots.is_bounded:  # the noise goes by the position in the text, or it would repeat
         dropped = batch_slots.ints[forward.slots.long(), IntColumn.DROPPED_TOKENS]
         positions = forward.lengths + dropped
-    tokens = ops.choose(
-        forward.logits,
-        forward.slots,
-        batch_slots.floats[:, FloatColumn.TEMPERATURE],
-        batch_slots.ints[:, IntColumn.SEED_LOW],
-        batch_slots.ints[:, IntColumn.SEED_HIGH],
-        positions,
-    )
+    tokens = ops.choose(forward.logits, forward.slots, positions, batch_slots.sampling)
     target = forward.slots.long(), forward.lengths.long()
     if sampled is None:
         batch_slots.tokens[target] = tokens
@@ -155,15 +140,6 @@ def adjust(forward: ForwardResult, job: SampleJob, batch_slots: BatchSlots, sent
             frequency=floats[items, FloatColumn.FREQUENCY_PENALTY],
             repetition=floats[items, FloatColumn.REPETITION_PENALTY],
         )
-    if job.filtered:
-        for items in indices["filtered"].split(FILTER_CHUNK):
-            logits[items] = keep_likely(
-                logits=logits[items],
-                temperature=floats[items, FloatColumn.TEMPERATURE],
-                top_k=ints[items, IntColumn.TOP_K],
-                top_p=floats[items, FloatColumn.TOP_P],
-                min_p=floats[items, FloatColumn.MIN_P],
-            )
     return logits
 
 
@@ -221,23 +197,6 @@ def penalise(
     penalised = torch.where(logits > 0, logits / factor, logits * factor)
     logits = torch.where(occurred, penalised, logits)
     return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
-
-
-def keep_likely(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor:
-    """Set all but the likeliest tokens to -inf: first those less than min_p times as likely as the
-    first, then those beyond the top k; of the rest the fewest are kept whose probabilities, which
-    then sum to 1, reach top_p. The token that crosses top_p is kept. Ties rank by token id."""
-    ordered, order = logits.sort(dim=1, descending=True, stable=True)
-    ranks = torch.arange(logits.shape[1], device=logits.device)[None, :]
-    threshold = ordered[:, :1] + (temperature * min_p.log())[:, None]
-    unlikely = (ordered < threshold) | (ranks >= top_k[:, None])
-    ordered = ordered.masked_fill(unlikely, -torch.inf)
-    probs = (ordered / temperature[:, None]).softmax(1)
-    beyond = probs.cumsum(1) - probs >= top_p[:, None]
-    beyond[:, 0] = False
-    return torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(beyond, -torch.inf))
 
 
 # ---- logprobs ------------------------------------------------------------------------------------

@@ -46,7 +46,12 @@ class EmulatedKernel:
         self._launch.argtypes = [c_void_p, c_int, c_int, c_int, c_uint64, c_char_p, c_int]
 
     def launch(
-        self, blocks: int, threads: int, argument: ctypes.Structure, device: torch.device
+        self,
+        blocks: int,
+        threads: int,
+        argument: ctypes.Structure,
+        device: torch.device,
+        cooperative: bool = False,
     ) -> None:
         error = ctypes.create_string_buffer(500)
         if self._launch(

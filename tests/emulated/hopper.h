@@ -264,11 +264,18 @@ inline u32 __float_as_uint(float x) {
 inline float low(u32 x) { return __uint_as_float(x << 16); }
 inline float high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 inline float to_float(bf16 x) { return __uint_as_float((u32)x << 16); }
+inline float half_to_float(u32 bits) {
+    const unsigned short half = bits;
+    _Float16 x;
+    memcpy(&x, &half, 2);
+    return x;
+}
 inline bf16 to_bf16(float x) {
     const u32 bits = __float_as_uint(x);
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline float exp2_(float x) { return exp2f(x); }
+inline float log_(float x) { return logf(x); }
 inline int thread() { return threadIdx.x; }
 
 // ---- memory that all multiprocessors see ------------------------------------------------------------
@@ -295,6 +302,11 @@ void named_barrier() {
     emulated::Meeting &meeting = emulated::block().meetings[1];
     meeting.count = COUNT;
     emulated::come_to(meeting);
+}
+inline u32 atomicAdd(u32 *p, u32 amount) {
+    const u32 old = *p;
+    *p += amount;
+    return old;
 }
 inline void __syncthreads() { emulated::come_to(emulated::block().meetings[0]); }
 inline void __syncwarp() { emulated::told(0); }

@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.config import ModelConfig
 from octavo.model import build, quant, registry
 from octavo.model.embedded import INSTALL, PACKAGE
-from octavo.ops import ForwardBatch, Watched
+from octavo.ops import ForwardBatch, SamplingColumns, Watched
 from octavo.ops.cpu import CpuOps, paged_attention
 from octavo.ops.cpu.cpu_features import INSTRUCTION_SETS, cpu_flags, instruction_set
 from octavo.ops.cpu.thread_pool import ThreadPool, thread_pool
@@ -350,7 +350,9 @@ def test_drawn_tokens_are_the_references(vocabulary: int, team: ThreadPool) -> N
     for heat in (0.05, 0.7, 1.0, 20.0):
         temperature = torch.full((24,), heat)
         temperature[::5] = 0
-        args = (logits, rows, temperature, seeds[0], seeds[1], seeds[2].abs())
+        off = torch.full((24,), 2**31 - 1, dtype=torch.int32)
+        sampling = SamplingColumns(temperature, torch.ones(24), off, off, seeds[0], seeds[1])
+        args = (logits, rows, seeds[2].abs(), sampling)
         assert torch.equal(CpuOps().choose(*args), ReferenceOps().choose(*args))
 
 

@@ -271,7 +271,9 @@ class Emulation:
                 text = text.replace(before, after, 1)
             source.write_text(text)
 
-        def kernel(constants: dict[str, int], name: str, shared: int) -> EmulatedKernel:
+        def kernel(
+            _: str, constants: dict[str, int], arch: str, name: str, shared: int
+        ) -> EmulatedKernel:
             self.kernels.append(EmulatedKernel(source, constants, name, shared, folder))
             return self.kernels[-1]
 
@@ -287,10 +289,7 @@ class Emulation:
             "shared_memory_layout",
             lambda *arguments: (*room(*arguments)[:2], parts),
         )
-        patch.setattr(
-            decode_megakernel, "compile_source", lambda source, constants, arch: constants
-        )
-        patch.setattr(decode_megakernel, "Kernel", kernel)
+        patch.setattr(decode_megakernel, "Kernel", SimpleNamespace(load=kernel))
 
 
 @pytest.mark.parametrize("name, blocks, lengths", EMULATED)
@@ -501,7 +500,7 @@ def test_a_kernel_that_does_not_compile_is_done_without(
         SHARED,
         "sm_90",
     )
-    monkeypatch.setattr(decode_megakernel, "compile_source", fails)
+    monkeypatch.setattr(driver, "compile_source", fails)
     assert kernels.kernel(2, 64) is None and kernels.kernel(2, 64) is None
     assert caplog.text.count("so they decode more slowly: no compiler") == 1
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.ops import SamplingColumns
 from octavo.ops.backends import select
 from octavo.ops.reference import ReferenceOps
 from tests.conftest import DEVICE
@@ -15,6 +16,7 @@ from tests.ops.test_reference import BATCHES, draw, filled
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps, attention_kernels
 from octavo.ops.triton.attention_kernels import BESIDE, FEW, LONG
+from octavo.runner.batch_slots import max_distance
 
 pytestmark = pytest.mark.parity
 TRITON, REFERENCE = TritonOps(), ReferenceOps()
@@ -193,6 +195,21 @@ def test_linear(inputs: int, outputs: int, rows: int, bias: bool, dtype: torch.d
         )
 
 
+def unfiltered(
+    temperature: torch.Tensor, seed_low: torch.Tensor, seed_high: torch.Tensor
+) -> SamplingColumns:
+    """Return sampling parameters with a temperature only."""
+    off = torch.full_like(seed_low.contiguous(), 2**31 - 1)
+    return SamplingColumns(
+        temperature=temperature.contiguous(),
+        top_p=torch.ones_like(temperature.contiguous()),
+        top_k=off,
+        max_distance=off.clone(),
+        seed_low=seed_low.contiguous(),
+        seed_high=seed_high.contiguous(),
+    )
+
+
 @pytest.mark.parametrize("vocab", [50, 1024, 9001])
 def test_choose(vocab: int) -> None:
     """The same tokens as the reference: rows in any order, some greedy, some hot, seeds of 64 bits,
@@ -208,9 +225,30 @@ def test_choose(vocab: int) -> None:
         -(2**31), 2**31 - 1, (20, 3), generator=torch.Generator().manual_seed(2)
     ).to(DEVICE, torch.int32)
     position = torch.arange(1, 13, dtype=torch.int32, device=DEVICE)
-    arguments = (logits, rows, floats[:, 0], ints[:, 1], ints[:, 2], position)
+    sampling = unfiltered(floats[:, 0], ints[:, 1], ints[:, 2])
+    arguments = (logits, rows, position, sampling)
     got, want = TRITON.choose(*arguments), REFERENCE.choose(*arguments)
     assert got.tolist() == want.tolist() and got[3] == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [97, 9001])
+def test_choose_with_filters(vocab: int, dtype: torch.dtype) -> None:
+    """Rows with filters and rows without them give the tokens of the reference."""
+    logits = (random(12, vocab) * 3).to(dtype)
+    rows = torch.arange(12, dtype=torch.int32, device=DEVICE)
+    sampling = unfiltered(torch.full((12,), 0.8, device=DEVICE), rows, rows)
+    sampling.top_k[:6] = torch.tensor([1, 5, 50, 50, 2000, 80], device=DEVICE)
+    sampling.top_p[3:9] = torch.tensor([0.9, 0.5, 0.99, 0.9, 0.2, 0.9999], device=DEVICE)
+    sampling.max_distance[8:10] = max_distance(0.05)
+    sampling.temperature[11] = 0.0
+    got = TRITON.choose(logits, rows, rows, sampling)
+    assert got.tolist() == REFERENCE.choose(logits, rows, rows, sampling).tolist()
+    alone = [
+        TRITON.choose(logits[i : i + 1], rows[i : i + 1], rows[i : i + 1], sampling).item()
+        for i in range(12)
+    ]
+    assert alone == got.tolist()
 
 
 def test_choose_never_forbids_a_token() -> None:
@@ -222,7 +260,8 @@ def test_choose_never_forbids_a_token() -> None:
     )
     rows, heat = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.ones(1, device=DEVICE)
     for ops in (TRITON, REFERENCE):
-        assert ops.choose(logits, rows, heat, low, high, position).tolist() == [5]
+        sampling = unfiltered(heat, low, high)
+        assert ops.choose(logits, rows, position, sampling).tolist() == [5]
 
 
 @pytest.mark.parametrize("heat", [0.0, 1.0])
@@ -233,9 +272,8 @@ def test_choose_tells_where_there_is_nothing_to_choose_by(vocab: int, heat: floa
     rows = torch.arange(5, dtype=torch.int32, device=DEVICE)
     zeros = torch.zeros(5, dtype=torch.int32, device=DEVICE)
     for ops in (TRITON, REFERENCE, select("cpu")) if DEVICE == "cpu" else (TRITON, REFERENCE):
-        got = ops.choose(
-            logits, rows, torch.full((5,), heat, device=DEVICE), zeros, zeros, zeros
-        ).tolist()
+        sampling = unfiltered(torch.full((5,), heat, device=DEVICE), zeros, zeros)
+        got = ops.choose(logits, rows, zeros, sampling).tolist()
         assert got[:4] == [-1] * 4 and 0 <= got[4] < vocab
 
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
+from octavo.ops import SamplingColumns
 from octavo.ops.reference import ReferenceOps, gumbel
+from octavo.ops.reference import keep_likely as keep_likely_rows
 from octavo.params import SamplingParams
 from octavo.runner import sampler
 from octavo.runner.batch import ForwardResult
-from octavo.runner.batch_slots import BatchSlots
+from octavo.runner.batch_slots import BatchSlots, max_distance
 from octavo.runner.transfer import Upload
 from octavo.types import NewSlot, Plan
 from tests.toy_guide import pack
@@ -63,6 +65,22 @@ def choose(
     )
     adjusted = forward._replace(logits=sampler.adjust(forward, job, batch_slots, sent))
     return sampler.choose(adjusted, batch_slots, OPS).tolist()
+
+
+def keep_likely(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> torch.Tensor:
+    """Filter all rows with the same parameters."""
+    ones = torch.ones(len(logits))
+    columns = SamplingColumns(
+        temperature=ones * temperature,
+        top_p=ones * top_p,
+        top_k=torch.full((len(logits),), top_k, dtype=torch.int32),
+        max_distance=torch.full((len(logits),), max_distance(min_p), dtype=torch.int32),
+        seed_low=ones.int(),
+        seed_high=ones.int(),
+    )
+    return keep_likely_rows(logits, columns)
 
 
 def random_logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
@@ -150,21 +168,14 @@ def test_what_is_kept_equals_transformers(top_k: int, top_p: float, min_p: float
         want = hf.TopKLogitsWarper(top_k)(None, want)
     if top_p < 1:
         want = hf.TopPLogitsWarper(top_p)(None, want)
-    n = len(logits)
-    k = torch.full((n,), top_k if top_k else 2**31 - 1)
-    got = sampler.keep_likely(
-        logits, torch.ones(len(logits)), k, torch.full((n,), top_p), torch.full((n,), min_p)
-    )
+    got = keep_likely(logits, 1.0, top_k or 2**31 - 1, top_p, min_p)
     torch.testing.assert_close(got, want)
 
 
 def test_the_token_that_crosses_top_p_is_kept() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    k = torch.tensor([2**31 - 1])
     for top_p, kept in ((0.4, 1), (0.5, 1), (0.6, 2), (0.9, 3), (0.96, 4), (1e-9, 1)):
-        got = sampler.keep_likely(
-            logits, torch.ones(len(logits)), k, torch.tensor([top_p]), torch.tensor([0.0])
-        )
+        got = keep_likely(logits, 1.0, 2**31 - 1, top_p, 0.0)
         assert int(got.isfinite().sum()) == kept, top_p
 
 
@@ -199,12 +210,11 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
 
 def test_top_p_is_taken_of_what_min_p_leaves() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.06, 0.04]]).log()
-    one = torch.ones(1)
-    got = sampler.keep_likely(logits, one, one.int() * 9, one * 0.85, one * 0.6)
+    got = keep_likely(logits, 1.0, 9, 0.85, 0.6)
     assert got.isfinite().tolist() == [[True, True, False, False, False]], (
         "0.4 and 0.3 pass min_p and are then the whole distribution; of all five, three reach 0.85"
     )
-    warm = sampler.keep_likely(logits, one * 2, one.int() * 9, one, one * 0.6)
+    warm = keep_likely(logits, 2.0, 9, 1.0, 0.6)
     assert int(warm.isfinite().sum()) == 3, "min_p looks at probabilities after the temperature"
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.ops import ForwardBatch
+from octavo.ops import ForwardBatch, SamplingColumns
 from octavo.ops.cpu.cpu_decoder import (
     KINDS,
     FusedDecoder,
@@ -30,7 +30,7 @@ from octavo.ops.cpu.thread_pool import ThreadPool, thread_pool
 from octavo.ops.cpu.weight_layout import CpuWeight
 from octavo.ops.fused_spec import DecoderSpec, Fused
 from octavo.ops.kv import KV, LARGEST
-from octavo.ops.reference import ReferenceOps, gathered, noise_key
+from octavo.ops.reference import ReferenceOps, gathered, noise_key, rows_of
 from octavo.ops.weight import QuantWeight
 
 # oneDNN packs a weight for a number of rows. Of 1, 4, 8, 16 and 32, 4 was fastest at 1 to 64 rows
@@ -187,13 +187,7 @@ class CpuOps(ReferenceOps):
         )
 
     def choose(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        temperature: Tensor,
-        seed_low: Tensor,
-        seed_high: Tensor,
-        position: Tensor,
+        self, logits: Tensor, slots: Tensor, positions: Tensor, sampling: SamplingColumns
     ) -> Tensor:
         """Sample. Noise is computed only for rows with a temperature, and for tokens that may win.
 
@@ -201,31 +195,36 @@ class CpuOps(ReferenceOps):
         cores of ours.
         """
         if logits.dtype != torch.float32:
-            return super().choose(logits, rows, temperature, seed_low, seed_high, position)
+            return super().choose(logits, slots, positions, sampling)
         values = logits.numpy()
         best = values.argmax(1)
         not_finite = ~np.isfinite(values[np.arange(len(best)), best])
         chosen = torch.from_numpy(best)
-        state_rows = rows.long()
-        row_temperature = temperature[state_rows]
-        if not row_temperature.any():
+        rows = rows_of(sampling, slots)
+        if not rows.temperature.any():
             best[not_finite] = -1
             return chosen.int()
         pool = thread_pool()
         if pool is None:
-            return super().choose(logits, rows, temperature, seed_low, seed_high, position)
-        keys = noise_key(seed_low[state_rows], seed_high[state_rows], position).long()
+            return super().choose(logits, slots, positions, sampling)
+        noise_keys = noise_key(rows.seed_low, rows.seed_high, positions).long()
         kernels = pool.kernels
         logits = logits.contiguous()
+        num_rows, vocab_size = logits.shape
         job = np.zeros(kernels.NUM_FIELDS, dtype=np.int64)
         job[kernels.JOB_KIND] = kernels.CHOOSE
-        job[kernels.NUM_ROWS] = logits.shape[0]
-        job[kernels.WIDTH] = logits.shape[1]
+        job[kernels.NUM_ROWS] = num_rows
+        job[kernels.WIDTH] = vocab_size
         job[kernels.INPUT] = logits.data_ptr()
         job[kernels.OUTPUT] = chosen.data_ptr()
-        job[kernels.INDICES] = keys.data_ptr()
-        job[kernels.TEMPERATURE] = row_temperature.data_ptr()
+        job[kernels.INDICES] = noise_keys.data_ptr()
+        job[kernels.TEMPERATURE] = rows.temperature.data_ptr()
+        job[kernels.TOP_P] = rows.top_p.data_ptr()
+        job[kernels.TOP_K] = rows.top_k.data_ptr()
+        job[kernels.MAX_DISTANCE] = rows.max_distance.data_ptr()
         with pool.lock:
+            job[kernels.SCRATCH] = pool.memory("scratch", 8 * vocab_size * pool.threads)
+            job[kernels.SCRATCH_SIZE] = 8 * vocab_size
             pool.run(job)
         best[not_finite] = -1
         return chosen.int()

@@ -26,7 +26,6 @@ from octavo.ops.cuda.driver import (
     MAP_BYTES,
     CudaError,
     Kernel,
-    compile_source,
     tensor_map,
     with_header,
 )
@@ -216,7 +215,13 @@ class DecodeMegakernel:
         buffers = self._allocate(hidden)
         argument = self._argument(hidden, batch, kv_cache, buffers)
         try:
-            kernel.launch(self.blocks, (WARPS + 1) * 32, argument, hidden.device)
+            kernel.launch(
+                blocks=self.blocks,
+                threads=(WARPS + 1) * 32,
+                argument=argument,
+                device=hidden.device,
+                cooperative=True,
+            )
         except CudaError as error:
             # For example, another process occupies some multiprocessors. The kernel has not run.
             self._disable(num_rows, block_size, error)
@@ -313,17 +318,9 @@ class DecodeMegakernel:
         constants = constants_of(
             self.spec, num_rows, block_size, stages, shared_bytes, num_parts, self.blocks
         )
-        source = with_header(SOURCE)
-        try:
-            return Kernel(
-                compile_source(source, constants, self.arch), "decode_megakernel", shared_bytes
-            )
-        except CudaError:  # the cached binary may be damaged
-            return Kernel(
-                compile_source(source, constants, self.arch, anew=True),
-                "decode_megakernel",
-                shared_bytes,
-            )
+        return Kernel.load(
+            with_header(SOURCE), constants, self.arch, "decode_megakernel", shared_bytes
+        )
 
 
 def vocabulary(spec: DecoderSpec) -> int:

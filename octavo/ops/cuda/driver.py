@@ -130,7 +130,7 @@ def translate(source: str, options: list[str]) -> tuple[bytes, str]:
 
 
 class Kernel:
-    """A kernel on the current device. It is launched only if all blocks are resident at once."""
+    """A kernel on the current device."""
 
     def __init__(self, code: bytes, name: str, shared: int):
         module = c_void_p()
@@ -146,14 +146,37 @@ class Kernel:
             f"giving {name} {shared} bytes of shared memory",
         )
 
+    @classmethod
+    def load(
+        cls, source: str, constants: Mapping[str, int], arch: str, name: str, shared: int
+    ) -> Kernel:
+        """Compile a kernel, or take it from the cache."""
+        try:
+            return cls(compile_source(source, constants, arch), name, shared)
+        except CudaError:  # the cached binary may be damaged
+            return cls(compile_source(source, constants, arch, anew=True), name, shared)
+
     def launch(
-        self, blocks: int, threads: int, argument: ctypes.Structure, device: torch.device
+        self,
+        blocks: int,
+        threads: int,
+        argument: ctypes.Structure,
+        device: torch.device,
+        cooperative: bool = False,
     ) -> None:
+        """Launch the kernel. The blocks of a cooperative kernel wait for each other: CudaError is
+        raised if they cannot be resident at once."""
         stream = c_void_p(torch.cuda.current_stream(device).cuda_stream)
         arguments = (c_void_p * 1)(ctypes.addressof(argument))
-        status = _driver().cuLaunchCooperativeKernel(
-            self.function, blocks, 1, 1, threads, 1, 1, self.shared, stream, arguments
-        )
+        shape = (blocks, 1, 1, threads, 1, 1)
+        if cooperative:
+            status = _driver().cuLaunchCooperativeKernel(
+                self.function, *shape, self.shared, stream, arguments
+            )
+        else:
+            status = _driver().cuLaunchKernel(
+                self.function, *shape, self.shared, stream, arguments, None
+            )
         _check(status, "launching a kernel")
 
 

@@ -12,6 +12,11 @@ typedef unsigned short bf16;  // bits of a bfloat16
 __device__ __forceinline__ float low(u32 x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float((u32)x << 16); }
+__device__ __forceinline__ float half_to_float(u32 bits) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)bits));
+    return y;
+}
 __device__ __forceinline__ bf16 to_bf16(float x) {
     bf16 y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
@@ -21,6 +26,11 @@ __device__ __forceinline__ float exp2_(float x) {
     float y;
     asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+__device__ __forceinline__ float log_(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y * 0.6931471805599453f;
 }
 
 // The thread index, read again at each call, so that values derived from it do not occupy registers

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.ops import ForwardBatch
+from octavo.ops import ForwardBatch, SamplingColumns
 from octavo.ops.cuda import decode_megakernel
 from octavo.ops.fused_spec import DecoderSpec, Fused
 from octavo.ops.kv import KV
@@ -119,12 +119,6 @@ class TritonOps(ReferenceOps):
         return (dtype, torch.int8, torch.float8_e4m3fn) if float8 else (dtype, torch.int8)
 
     def choose(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        temperature: Tensor,
-        seed_low: Tensor,
-        seed_high: Tensor,
-        position: Tensor,
+        self, logits: Tensor, slots: Tensor, positions: Tensor, sampling: SamplingColumns
     ) -> Tensor:
-        return sampling_kernels.choose(logits, rows, temperature, seed_low, seed_high, position)
+        return sampling_kernels.choose(logits, slots, positions, sampling)

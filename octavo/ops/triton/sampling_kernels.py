@@ -1,7 +1,8 @@
 """Samples tokens in one pass without sorting: argmax of logits / temperature + gumbel noise.
 
 The noise is a hash of (seed, position, token), as in the reference. The hash has the same bits; the
-logarithms of the noise may differ in the last place.
+logarithms of the noise may differ in the last place. For rows with min-p, top-k or top-p the pass
+finds the likeliest token, and octavo/ops/cuda/filtered_sampling.cu samples.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from octavo.ops import MAX_STEPS, SamplingColumns
+from octavo.ops.cuda import filtered_sampling
+from octavo.ops.reference import keep_likely, rows_of
 
 ON_GPU = tl.constexpr(torch.cuda.is_available())
 
@@ -41,11 +46,14 @@ def _log(values):
 @triton.jit
 def choose_kernel(
     logits_ptr,
-    rows_ptr,
+    slots_ptr,
     temperature_ptr,
+    top_p_ptr,
+    top_k_ptr,
+    max_distance_ptr,
     seed_low_ptr,
     seed_high_ptr,
-    position_ptr,
+    positions_ptr,
     best_value_ptr,
     best_token_ptr,
     vocab_size,
@@ -54,18 +62,28 @@ def choose_kernel(
     stride_int,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
+    SKIP_FILTERED: tl.constexpr,
+    MAX_DISTANCE: tl.constexpr,
 ):
-    """Find the best token in one part of the vocabulary, for one row."""
+    """Find the best token in one part of the vocabulary, for one row.
+
+    With SKIP_FILTERED, the best token of a row with min-p, top-k or top-p is the likeliest one.
+    """
     row = tl.program_id(0)
     part = tl.program_id(1)
-    state_row = tl.load(rows_ptr + row).to(tl.int64)
-    temperature = tl.load(temperature_ptr + state_row * stride_float)
-    noise_key = _mix(tl.load(position_ptr + row).to(tl.uint32, bitcast=True))
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot * stride_float)
+    if SKIP_FILTERED:
+        has_top_p = tl.load(top_p_ptr + slot * stride_float) < 1
+        has_top_k = tl.load(top_k_ptr + slot * stride_int) < vocab_size
+        has_min_p = tl.load(max_distance_ptr + slot * stride_int) < MAX_DISTANCE
+        temperature = tl.where(has_top_p | has_top_k | has_min_p, 0.0, temperature)
+    noise_key = _mix(tl.load(positions_ptr + row).to(tl.uint32, bitcast=True))
     noise_key = _mix(
-        tl.load(seed_high_ptr + state_row * stride_int).to(tl.uint32, bitcast=True) ^ noise_key
+        tl.load(seed_high_ptr + slot * stride_int).to(tl.uint32, bitcast=True) ^ noise_key
     )
     noise_key = _mix(
-        tl.load(seed_low_ptr + state_row * stride_int).to(tl.uint32, bitcast=True) ^ noise_key
+        tl.load(seed_low_ptr + slot * stride_int).to(tl.uint32, bitcast=True) ^ noise_key
     )
     best = tl.full([BLOCK], -float("inf"), tl.float32)
     best_tokens = tl.zeros([BLOCK], tl.int32) + vocab_size
@@ -125,16 +143,12 @@ def join_kernel(
     tl.store(output_ptr + row, tl.where(finite, tl.minimum(best_token, vocab_size - 1), -1))
 
 
-def choose(
-    logits: Tensor,
-    rows: Tensor,
-    temperature: Tensor,
-    seed_low: Tensor,
-    seed_high: Tensor,
-    position: Tensor,
-) -> Tensor:
+def choose(logits: Tensor, slots: Tensor, positions: Tensor, sampling: SamplingColumns) -> Tensor:
     """Implement Ops.choose."""
     num_rows, vocab_size = logits.shape
+    can_filter = filtered_sampling.is_available(logits.device, logits.dtype)
+    if not can_filter:
+        logits = keep_likely(logits.float(), rows_of(sampling, slots))
     block_tokens = 1024
     steps = 4
     num_parts = triton.cdiv(vocab_size, block_tokens * steps)
@@ -143,19 +157,24 @@ def choose(
     output = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     choose_kernel[num_rows, num_parts](
         logits,
-        rows,
-        temperature,
-        seed_low,
-        seed_high,
-        position,
+        slots,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.max_distance,
+        sampling.seed_low,
+        sampling.seed_high,
+        positions,
         values,
         tokens,
         vocab_size,
         logits.stride(0),
-        temperature.stride(0),
-        seed_low.stride(0),
+        sampling.temperature.stride(0),
+        sampling.top_k.stride(0),
         block_tokens,
         steps,
+        can_filter,
+        MAX_STEPS,
         num_warps=4,
     )
     join_kernel[num_rows,](
@@ -167,4 +186,6 @@ def choose(
         triton.next_power_of_2(num_parts),
         num_warps=1,
     )
+    if can_filter:
+        filtered_sampling.sample_filtered(logits, slots, positions, sampling, output)
     return output

@@ -13,7 +13,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from octavo.ops import MAX_STEPS
 from octavo.ops.cpu.jit import attention_jit, matmul_jit, thread_barrier
+from octavo.ops.cpu.jit.filtered_sampling_jit import keep_likely, sample_kept
 from octavo.ops.cpu.jit.llvm_intrinsics import (
     F8,
     F16,
@@ -34,6 +36,7 @@ from octavo.ops.cpu.jit.llvm_intrinsics import (
     kernel,
     load_f16,
     load_f32,
+    load_i32,
     load_i64,
     load_u8,
     prefetch_column,
@@ -278,10 +281,13 @@ LAYERS, NUM_LAYERS, HIDDEN_SIZE, WIDTH, EPSILON, GELU, BATCH, LAST_NORM = range(
     FACTOR,
     ATTENTION_WINDOW,
     TEMPERATURE,
+    TOP_P,
+    TOP_K,
+    MAX_DISTANCE,
     LAST_ROWS,
     NUM_LAST_ROWS,
     NUM_FIELDS,
-) = range(16, 29)
+) = range(16, 32)
 PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE, SHIFT, ACTIVATE = range(7)
 ACTIVATE_BYTES = 4 * 4 * LANES  # the scratch memory of a thread for ACTIVATE
 
@@ -711,17 +717,26 @@ def choose(worker: int, job: int) -> None:
     """
     num_rows = field(job, NUM_ROWS)
     vocab_size = field(job, WIDTH)
+    keys = scratch_of(worker, job)
     row = thread_barrier.take_piece(worker, num_rows)
     while row >= 0:
         token_address = field(job, OUTPUT) + 8 * row
         temperature = load_f32(field(job, TEMPERATURE) + 4 * row)
         noise_key = load_i64(field(job, INDICES) + 8 * row)
         logits = field(job, INPUT) + 4 * row * vocab_size
+        top_p = load_f32(field(job, TOP_P) + 4 * row)
+        top_k = load_i32(field(job, TOP_K) + 4 * row)
+        max_distance = load_i32(field(job, MAX_DISTANCE) + 4 * row)
         if temperature != 0:
-            store_i64(
-                token_address,
-                sample_token(logits, vocab_size, load_i64(token_address), noise_key, temperature),
-            )
+            token = load_i64(token_address)
+            if top_p < 1 or top_k < vocab_size or max_distance < MAX_STEPS:
+                first, end = keep_likely(
+                    logits, vocab_size, token, temperature, top_k, top_p, max_distance, keys
+                )
+                token = sample_kept(logits, keys, first, end, noise_key, temperature)
+            else:
+                token = sample_token(logits, vocab_size, token, noise_key, temperature)
+            store_i64(token_address, token)
         row = thread_barrier.take_piece(worker, num_rows)
     thread_barrier.finish_phase(worker, num_rows)
 
