@@ -202,9 +202,6 @@ def require(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> R
     schedule = resolve_schedule(options, model, device.kind)
     activations = activation_bytes(model.config, schedule, model.dtype)
     graphs = device.graphs and not options.enforce_eager and not options.kv_canary
-    if graphs and model.draft is not None:
-        log.info("a draft head or a draft model runs without CUDA graphs: they are off")
-        graphs = False
     if graphs:
         rows = held_logits(runner_limits(schedule))
         activations += graph_bytes(model.config, rows, model.dtype)
@@ -229,6 +226,7 @@ def runner_limits(schedule: ScheduleConfig) -> RunnerLimits:
         max_len=schedule.max_model_len,
         max_tokens=schedule.max_num_batched_tokens,
         max_drafts=0 if speculative is None else speculative.num_tokens,
+        drafts_on_device=speculative is not None and speculative.drafts_on_device,
     )
 
 

@@ -163,6 +163,11 @@ class SpeculativeConfig:
     # draft head of the embedded model.
     model: str | None = None
 
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether the runner guesses. Otherwise the scheduler does (octavo/core/drafters.py)."""
+        return self.method not in ("ngram", "suffix")
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:

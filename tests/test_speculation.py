@@ -211,13 +211,13 @@ def record_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[
     drafter: Any = llm.runner.drafter
     draft = drafter.draft
 
-    def recording(plan: Plan, passes: list[Tensor], batch_slots: BatchSlots) -> None:
-        draft(plan, passes, batch_slots)
-        for item in plan.items:
-            if item.num_drafts:
-                num_known = int(batch_slots.computed[item.slot]) + 1
-                tokens = batch_slots.tokens[item.slot, : num_known + item.num_drafts].tolist()
-                recorded.append((tokens[:num_known], tokens[num_known:]))
+    def recording(passes: list[Tensor], max_len: int, batch_slots: BatchSlots) -> None:
+        draft(passes, max_len, batch_slots)
+        num_drafts = Counter(slot for slots in passes for slot in slots.tolist())
+        for slot, count in num_drafts.items():
+            num_known = int(batch_slots.computed[slot]) + 1
+            tokens = batch_slots.tokens[slot, : num_known + count].tolist()
+            recorded.append((tokens[:num_known], tokens[num_known:]))
 
     monkeypatch.setattr(drafter, "draft", recording)
     return recorded

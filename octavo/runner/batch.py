@@ -25,11 +25,9 @@ class ForwardResult(NamedTuple):
     slots: Tensor  # [R] batch slots (int32)
     logits: Tensor  # [R, vocab]
     lengths: Tensor  # [R] tokens in each slot, which is the new token's position
-    # [R] tokens that a CUDA graph has sampled already, by temperature alone
-    tokens: Tensor | None = None
-    kept: Tensor | None = (
-        None  # [R] rows that a CUDA graph has kept (octavo/runner/verification.py)
-    )
+    tokens: Tensor | None = None  # [R] tokens that a CUDA graph has sampled already
+    # [R] rows that a CUDA graph has kept (octavo/runner/verification.py)
+    kept: Tensor | None = None
 
 
 def lay_out(items: list[Item]) -> NDArray[np.int32]:
@@ -38,17 +36,6 @@ def lay_out(items: list[Item]) -> NDArray[np.int32]:
     pairs = np.array([(item.slot, item.num_tokens) for item in items], dtype=np.int64)
     pairs = pairs.reshape(-1, 2)  # there may be no items
     return _joined(pairs[:, 0], pairs[:, 1])
-
-
-def lay_out_known(items: list[Item]) -> NDArray[np.int32]:
-    """Lay out the same without drafts. An item that decodes gets two tokens instead: its last known
-    token and the token before it."""
-    counts = np.array([2 if item.start is None else item.num_tokens for item in items])
-    is_decoding = np.array([item.start is None for item in items])
-    offsets_before = np.repeat(is_decoding, counts).astype(np.int32)
-    layout = _joined(np.array([item.slot for item in items]), counts)
-    layout[len(layout) - len(offsets_before) :] -= offsets_before
-    return layout
 
 
 def lay_out_padded(
@@ -78,19 +65,16 @@ def gather(
     batch_slots: BatchSlots,
     block_size: int,
     spans: list[Span],
-    first_positions: Tensor | None = None,
 ) -> ForwardBatch:
     """Build the batch from the array of lay_out(), on the device. Logits are wanted for each item's
-    last token. `first_positions` [S] are those that offsets count from, `computed` of the slots by
-    default."""
+    last token."""
     num_tokens = (len(layout) - 3 * num_items - 1) // 2
     slots, counts, starts, item_of_token, offsets = layout.split(
         [num_items, num_items, num_items + 1, num_tokens, num_tokens]
     )
     item_slots = slots.long()
     item_of_token = item_of_token.long()
-    if first_positions is None:
-        first_positions = batch_slots.computed[item_slots]
+    first_positions = batch_slots.computed[item_slots]
     token_slots = item_slots[item_of_token]
     positions = (first_positions[item_of_token] + offsets).long()
     blocks = batch_slots.block_table[token_slots, positions // block_size].long()

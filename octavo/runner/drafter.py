@@ -5,9 +5,10 @@
     HeadDrafter  a trained draft head, with a KV cache of its own (head_drafter.py)
 
 The runner calls draft() before the target's forward pass in a step that verifies drafts, and
-observe() after the target's forward pass in every step. A KV cache of its own has the block tables
-of the target, so the scheduler does not know it. Where its content is missing or stale, as after a
-load from the host tier, drafts get worse and tokens stay the same.
+observe() after the target's forward pass in every step. Both use the device alone, so that a CUDA
+graph can contain them. A KV cache of its own has the block tables of the target, so the scheduler
+does not know it. Where its content is missing or stale, as after a load from the host tier, drafts
+get worse and tokens stay the same.
 
 Drafts are drawn with the noise that the target draws with, so that both mostly draw the same token
 where their distributions agree. Drafts lie behind the known tokens of a slot until the step has
@@ -17,30 +18,22 @@ verified them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from octavo.model.base import CausalLM
-from octavo.ops import ForwardBatch, Span
-from octavo.runner.batch import (
-    ForwardResult,
-    gather,
-    last_tokens,
-    lay_out_known,
-    one_token_each,
-)
+from octavo.ops import ForwardBatch
+from octavo.runner.batch import ForwardResult, one_token_each
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.kvstore import KVStore
 from octavo.runner.sampler import choose
-from octavo.runner.transfer import Upload
-from octavo.types import Item, Plan
 
 
 class Observed(NamedTuple):
     """The target's forward pass of one step. The slots hold the sampled tokens already."""
 
-    plan: Plan
     batch: ForwardBatch
     hidden: Tensor  # [T, hidden] if the drafter needs it, and otherwise of some tokens only
 
@@ -60,9 +53,10 @@ class Drafter(Protocol):
         """Follow a step of the target: compute the drafter's KV of the tokens that it computed."""
         ...
 
-    def draft(self, plan: Plan, passes: list[Tensor], batch_slots: BatchSlots) -> None:
+    def draft(self, passes: Sequence[Tensor], max_len: int, batch_slots: BatchSlots) -> None:
         """Write drafts behind the known tokens of batch slots. `passes` lists for each pass the
-        slots [S] (int32) that get one more draft. Only their blocks have room for it."""
+        slots [S] (int32) that get one more draft. Only their blocks have room for it. No draft is
+        behind position `max_len`."""
         ...
 
 
@@ -79,14 +73,11 @@ class EarlyExit:
     def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
         """There is nothing to follow: the target has written the KV."""
 
-    def draft(self, plan: Plan, passes: list[Tensor], batch_slots: BatchSlots) -> None:
-        draft_further(self.model, self.target_kv, plan, passes, batch_slots)
+    def draft(self, passes: Sequence[Tensor], max_len: int, batch_slots: BatchSlots) -> None:
+        draft_with_model(self.model, self.target_kv, passes, max_len, batch_slots)
 
 
 class DraftModel:
-    """After a step that accepts all drafts, the KV of the last draft is missing: it was drafted and
-    never read. So every first pass over a sequence that decodes computes two tokens."""
-
     needs_hidden = False
 
     def __init__(self, model: CausalLM, kv: KVStore):
@@ -94,63 +85,25 @@ class DraftModel:
         self.kv = kv
 
     def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
-        if step.plan.num_drafts:
-            return  # draft() has computed the known tokens, and the accepted drafts but the last
-        items = step.plan.items
-        first_positions = step.batch.positions[step.batch.query_start[:-1].long()].int()
-        batch = self._known_tokens(items, range(len(items)), batch_slots, first_positions)
-        self.model(batch, self.kv.view)
+        """Compute the tokens of the step. They include the last draft, which no pass has read."""
+        batch = step.batch
+        last = None if batch.last is None else replace(batch.last, scratch={})
+        own_batch = replace(batch, last=last, watched=None, captured=None, scratch={})
+        self.model(own_batch, self.kv.view)
 
-    def draft(self, plan: Plan, passes: list[Tensor], batch_slots: BatchSlots) -> None:
-        drafting = [index for index, item in enumerate(plan.items) if item.num_drafts]
-        slots = passes[0]
-        batch = self._known_tokens(plan.items, drafting, batch_slots)
-        _, logits = self.model.forward_with_logits(batch, self.kv.view)
-        lengths = batch_slots.computed[slots.long()] + 1
-        choose(ForwardResult(slots, logits, lengths), batch_slots, self.model.ops)
-        draft_further(self.model, self.kv, plan, passes, batch_slots, num_done=1)
-
-    def _known_tokens(
-        self,
-        items: list[Item],
-        wanted: Sequence[int],
-        batch_slots: BatchSlots,
-        first_positions: Tensor | None = None,
-    ) -> ForwardBatch:
-        """Return the known tokens of a step as a batch. The model returns the hidden states of the
-        `wanted` items' last tokens."""
-        spans: list[Span] = []
-        num_tokens = 0
-        for item in items:
-            count = 2 if item.start is None else item.num_tokens
-            spans.append(Span(num_tokens, count, item.max_kv_len))
-            num_tokens += count
-        upload = Upload()
-        layout = upload.ints(lay_out_known(items))
-        wanted_indices = upload.ints(list(wanted))
-        sent = upload.send(batch_slots.device)
-        batch = gather(
-            sent[layout], len(items), batch_slots, self.kv.block_size, spans, first_positions
-        )
-        batch.seq_lens = (batch.positions[batch.logit_indices] + 1).int()
-        indices = sent[wanted_indices].long()
-        batch.logit_indices = batch.logit_indices[indices]
-        batch.last = last_tokens(batch, indices, [spans[index] for index in wanted])
-        return batch
+    def draft(self, passes: Sequence[Tensor], max_len: int, batch_slots: BatchSlots) -> None:
+        draft_with_model(self.model, self.kv, passes, max_len, batch_slots)
 
 
-def draft_further(
+def draft_with_model(
     model: CausalLM,
     kv: KVStore,
-    plan: Plan,
-    passes: list[Tensor],
+    passes: Sequence[Tensor],
+    max_len: int,
     batch_slots: BatchSlots,
-    num_done: int = 0,
 ) -> None:
-    """Draft with the model that has computed all tokens before the last. `num_done` drafts of each
-    slot exist already."""
-    max_len = max(item.max_kv_len for item in plan.items)
-    for index, slots in enumerate(passes[num_done:], num_done):
+    """Draft with a model that has computed all tokens before the last one."""
+    for index, slots in enumerate(passes):
         lengths = batch_slots.computed[slots.long()] + 1 + index
         ids = batch_slots.tokens[slots.long(), lengths.long() - 1]
         batch = one_token_each(slots, lengths, ids, batch_slots, kv.block_size, max_len)

@@ -11,7 +11,7 @@ sizes, and a step takes the next larger one:
     piggyback  like mixed, up to 640 tokens, and the first items are one token each: attention
                treats those as decoding. Further decoding sequences are items like any other
     verify     like decode, but several rows may belong to one sequence, because they verify its
-               drafts (octavo/runner/verification.py)
+               drafts (octavo/runner/verification.py). A drafter on the device makes them first
 
 Attention lengths, tokens and block tables are read from device memory when the graph runs.
 """
@@ -32,6 +32,7 @@ from octavo.ops import ForwardBatch, Span
 from octavo.ops.triton.step_inputs import advance, copy_to_host
 from octavo.runner.batch import ForwardResult, gather, last_tokens, lay_out_padded
 from octavo.runner.batch_slots import BatchSlots
+from octavo.runner.drafter import Drafter, Observed
 from octavo.runner.kvstore import KVStore
 from octavo.runner.sampler import choose
 from octavo.runner.shapes import (
@@ -39,7 +40,7 @@ from octavo.runner.shapes import (
     RunnerLimits,
     decode_sizes,
     mixed_shapes,
-    verify_sizes,
+    verify_shapes,
 )
 from octavo.runner.verification import compute_rows, keep_rows, lay_out_rows
 from octavo.types import Item, Plan
@@ -65,13 +66,21 @@ class StepGraph:
 class StepGraphs:
     copy_to_host = staticmethod(copy_to_host)  # copies sampled tokens to the host
 
-    def __init__(self, model: CausalLM, kv: KVStore, batch_slots: BatchSlots, limits: RunnerLimits):
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: KVStore,
+        batch_slots: BatchSlots,
+        limits: RunnerLimits,
+        drafter: Drafter | None = None,
+    ):
         self.model = model
         self.kv = kv
         self.batch_slots = batch_slots
+        self.drafter = drafter
         self.max_len = limits.max_len
         self.decode_sizes = decode_sizes(limits.max_slots)
-        self.verify_sizes = verify_sizes(limits)
+        self.verify_shapes = verify_shapes(limits)
         # The padding of a graph is one item, and it must fit a slot like any other.
         self.mixed_shapes = [
             shape
@@ -87,8 +96,8 @@ class StepGraphs:
             self._graph_for(GraphShape(size, size))
         for shape in reversed(self.mixed_shapes):
             self._graph_for(shape)
-        for size in reversed(self.verify_sizes):
-            self._graph_for(GraphShape(size, size, verifies=True))
+        for shape in reversed(self.verify_shapes):
+            self._graph_for(shape)
         host = torch.empty(1, dtype=torch.int32, pin_memory=True)
         self.copy_to_host(host, self.batch_slots.ints[0, :1])
 
@@ -137,16 +146,23 @@ class StepGraphs:
             ids=ids,
             positions=positions,
             kv_indices=kv_indices,
-            query_start=seq_lens,  # unused: every item is one token
+            query_start=torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device),
             seq_lens=seq_lens,
             block_table=batch_slots.block_table,
             slots=slots,
             logit_indices=slots,  # unused: every token has logits
             spans=[Span(index, 1, self.max_len) for index in range(len(slots))],
         )
-        _, logits = self.model.forward_with_logits(batch, self.kv.view)
+        hidden, logits = self.model.forward_with_logits(batch, self.kv.view)
         forward = ForwardResult(slots, logits, seq_lens)
-        return forward._replace(tokens=choose(forward, batch_slots, self.model.ops))
+        forward = forward._replace(tokens=choose(forward, batch_slots, self.model.ops))
+        self._observe(batch, hidden)
+        return forward
+
+    def _observe(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """Let the drafter on the device follow the step."""
+        if self.drafter is not None:
+            self.drafter.observe(Observed(batch, hidden), self.batch_slots)
 
     def replay(self, shape: GraphShape, layout: Tensor, num_rows: int) -> ForwardResult:
         """Launch a step with the array of lay_out(). Returns the first `num_rows` items, or rows of
@@ -201,38 +217,56 @@ class StepGraphs:
         spans += [Span(shape.tokens, 0, self.max_len)] * (num_items - len(spans))
         batch_slots = self.batch_slots
         batch = gather(layout, num_items, batch_slots, self.kv.block_size, spans)
-        all_items = torch.arange(num_items, device=layout.device)
-        batch.last = last_tokens(batch, all_items, spans)
-        _, logits = self.model.forward_with_logits(batch, self.kv.view)
+        if self.drafter is not None and self.drafter.needs_hidden:
+            hidden = self.model(batch, self.kv.view)
+            logits = self.model.logits(hidden[batch.logit_indices])
+        else:
+            all_items = torch.arange(num_items, device=layout.device)
+            batch.last = last_tokens(batch, all_items, spans)
+            hidden, logits = self.model.forward_with_logits(batch, self.kv.view)
         batch_slots.computed[batch.slots.long()] = batch.seq_lens
         batch_slots.computed[batch_slots.padding_slot :].zero_()
         forward = ForwardResult(batch.slots, logits, batch.seq_lens)
-        return forward._replace(tokens=choose(forward, batch_slots, self.model.ops, is_sampled))
+        tokens = choose(forward, batch_slots, self.model.ops, is_sampled)
+        self._observe(batch, hidden)
+        return forward._replace(tokens=tokens)
 
     # ---- verify ----------------------------------------------------------------------------------
 
-    def find_verify_shape(self, items: list[Item]) -> GraphShape | None:
-        """Return the smallest graph that verifies the drafts of these items, if there is one."""
-        num_rows = sum(item.num_tokens for item in items)
-        for size in self.verify_sizes:
-            if size >= num_rows:
-                return GraphShape(size, size, verifies=True)
+    def find_verify_shape(self, plan: Plan) -> GraphShape | None:
+        """Return the smallest graph that verifies the drafts of a plan, if there is one."""
+        num_passes = 0 if plan.drafts else max(item.num_drafts for item in plan.items)
+        for shape in self.verify_shapes:
+            fits = shape.tokens >= plan.num_tokens and shape.drafting >= len(plan.items)
+            if fits and shape.num_passes == num_passes:
+                return shape
         return None
 
     def _lay_out_rows(self, items: list[Item], shape: GraphShape) -> NDArray[np.int32]:
-        """Lay out rows as in verification.py, padded with the first row of the padding slot."""
+        """Return the slots of each pass of the drafter, then rows as in verification.py. Both are
+        padded with the padding slot."""
+        padding_slot = self.batch_slots.padding_slot
+        drafting = np.full((shape.num_passes, shape.drafting), padding_slot, dtype=np.int32)
+        if shape.num_passes:
+            for index, item in enumerate(items):
+                drafting[: item.num_drafts, index] = item.slot
         slots, offsets = lay_out_rows(items).reshape(2, -1)
         num_padding = shape.tokens - len(slots)
-        padded_slots = np.pad(
-            slots, (0, num_padding), constant_values=self.batch_slots.padding_slot
-        )
-        return np.concatenate([padded_slots, np.pad(offsets, (0, num_padding))])
+        padded_slots = np.pad(slots, (0, num_padding), constant_values=padding_slot)
+        return np.concatenate([drafting.ravel(), padded_slots, np.pad(offsets, (0, num_padding))])
 
-    def run_verify(self, inputs: Tensor) -> ForwardResult:
+    def run_verify(self, inputs: Tensor, shape: GraphShape) -> ForwardResult:
         """Compute a step that verifies drafts. `inputs` come from lay_out()."""
-        rows = compute_rows(self.model, self.kv, self.batch_slots, inputs, self.max_len)
-        tokens = choose(rows.forward, self.batch_slots, self.model.ops)
-        kept = keep_rows(rows, self.batch_slots)
+        batch_slots = self.batch_slots
+        drafting, layout = inputs.split([shape.num_passes * shape.drafting, 2 * shape.tokens])
+        if shape.num_passes:
+            assert self.drafter is not None
+            passes = drafting.view(shape.num_passes, shape.drafting).unbind()
+            self.drafter.draft(passes, self.max_len, batch_slots)
+        rows = compute_rows(self.model, self.kv, batch_slots, layout, self.max_len)
+        tokens = choose(rows.forward, batch_slots, self.model.ops)
+        kept = keep_rows(rows, batch_slots)
+        self._observe(rows.batch, rows.hidden)
         return rows.forward._replace(tokens=tokens, kept=kept)
 
     # ---- capture ---------------------------------------------------------------------------------
@@ -244,14 +278,14 @@ class StepGraphs:
 
     def _run(self, inputs: Tensor, shape: GraphShape) -> ForwardResult:
         if shape.verifies:
-            return self.run_verify(inputs)
+            return self.run_verify(inputs, shape)
         if shape.decoding == shape.tokens:
             return self.run_decode(inputs)
         return self.run_mixed(inputs, shape)
 
     def padding_inputs(self, shape: GraphShape) -> Tensor:
         """Return inputs of a step in which every item uses the padding slot."""
-        if shape.decoding == shape.tokens:
+        if shape.decoding == shape.tokens and not shape.verifies:
             slots = [self.batch_slots.padding_slot] * shape.tokens
             inputs = np.array(slots + [0] * shape.tokens, dtype=np.int32)
         else:

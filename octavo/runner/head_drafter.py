@@ -14,6 +14,7 @@ overwrites it, as far as the sequence has reached.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -26,7 +27,6 @@ from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.drafter import Observed
 from octavo.runner.kvstore import KVStore
 from octavo.runner.sampler import choose
-from octavo.types import Plan
 
 
 class HeadDrafter:
@@ -39,8 +39,11 @@ class HeadDrafter:
         self.outputs = torch.zeros(
             max_slots + 1, head.config.hidden_size, dtype=head.dtype, device=kv.tensor.device
         )
-        # The rows of _target_logits(), which differ in the same columns every time.
+        # The rows of _target_logits(), which differ in the same columns every time. A CUDA graph
+        # needs them in one place; on a CPU there are as many as were needed at once.
         self._logits = self.outputs[:0]
+        if kv.tensor.is_cuda:
+            self._reserve_logits(max_slots + 1)
 
     def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
         batch = step.batch
@@ -55,8 +58,7 @@ class HeadDrafter:
         targets = torch.where(is_last, batch.slots, batch_slots.padding_slot)
         self.outputs[targets.long()] = output
 
-    def draft(self, plan: Plan, passes: list[Tensor], batch_slots: BatchSlots) -> None:
-        max_len = max(item.max_kv_len for item in plan.items)
+    def draft(self, passes: Sequence[Tensor], max_len: int, batch_slots: BatchSlots) -> None:
         for index, slots in enumerate(passes):
             rows = slots.long()
             lengths = batch_slots.computed[rows] + index  # positions that the head has computed
@@ -74,20 +76,21 @@ class HeadDrafter:
     def _following_tokens(self, batch: ForwardBatch, batch_slots: BatchSlots) -> ForwardBatch:
         """Return the target's batch with the token after each position."""
         slots = batch.slots.long()
-        num_tokens = len(batch.positions)
-        token_slots = slots.repeat_interleave(
-            batch.query_start.diff().long(), output_size=num_tokens
-        )
+        token_slots = slots
+        has_one_token_each = all(span.num == 1 for span in batch.spans)
+        if not has_one_token_each:
+            counts = batch.query_start.diff().long()
+            token_slots = slots.repeat_interleave(counts, output_size=len(batch.positions))
         following = replace(
             batch,
             ids=batch_slots.tokens[token_slots, batch.positions + 1].long().clamp_(min=0),
-            logit_indices=batch.query_start[1:].long() - 1,
             last=None,
             watched=None,
             captured=None,
             scratch={},
         )
-        if num_tokens > len(slots):
+        if not has_one_token_each:
+            following.logit_indices = batch.query_start[1:].long() - 1
             items = torch.arange(len(slots), device=slots.device)
             following.last = last_tokens(following, items, batch.spans)
         return following
@@ -98,8 +101,11 @@ class HeadDrafter:
         logits = self.head.logits(output)
         num_rows = len(logits)
         if num_rows > len(self._logits):
-            vocab_size = self.head.config.target_vocab_size
-            self._logits = logits.new_full((num_rows, vocab_size), -torch.inf)
+            self._reserve_logits(num_rows)
         # On a CPU, scatter_ is several times faster than an assignment to indices.
         token_ids = self.head.token_ids.expand(num_rows, -1)
         return self._logits[:num_rows].scatter_(1, token_ids, logits)
+
+    def _reserve_logits(self, num_rows: int) -> None:
+        vocab_size = self.head.config.target_vocab_size
+        self._logits = self.outputs.new_full((num_rows, vocab_size), -torch.inf)

@@ -180,7 +180,7 @@ class Runner:
         if use_graphs:
             from octavo.runner.graphs import StepGraphs
 
-            self.graphs = StepGraphs(model, kv, self.batch_slots, limits)
+            self.graphs = StepGraphs(model, kv, self.batch_slots, limits, drafter)
 
     def capture(self) -> None:
         """Capture every graph now. Otherwise each is captured when it is first needed."""
@@ -283,7 +283,7 @@ class Runner:
         layout = lay_out_step(items)
         if self.graphs is not None and shape is not None:
             layout = self.graphs.lay_out(items, shape)
-        drafting = slots_to_draft(plan) if plan.num_drafts else []
+        drafting = slots_to_draft(plan) if plan.num_drafts and shape is None else []
         return StagedStep(
             shape=shape,
             item_of_row=item_of_row,
@@ -307,7 +307,7 @@ class Runner:
         slots = [item.slot for item in plan.items]
         if plan.token_masks or not self.batch_slots.special_slots.isdisjoint(slots):
             return None
-        return graphs.find_verify_shape(plan.items)
+        return graphs.find_verify_shape(plan)
 
     def _apply(self, plan: Plan, staged: StagedStep, sent: Tensor, timer: StepTimer | None) -> None:
         """Update blocks and slots before the forward pass, in the order of the plan's fields, and
@@ -329,7 +329,8 @@ class Runner:
         if staged.draft_slots:
             assert self.drafter is not None
             passes = [sent[part] for part in staged.draft_slots]
-            self.drafter.draft(plan, passes, self.batch_slots)
+            max_len = max(item.max_kv_len for item in plan.items)
+            self.drafter.draft(passes, max_len, self.batch_slots)
         if self.canary is not None:
             self.canary.check_step(plan, self.batch_slots)
 
@@ -401,7 +402,7 @@ class Runner:
         if batch.watched is not None:
             handle.attention_mass = Download(batch.watched.mass / self.model.config.num_layers)
         if self.drafter is not None:
-            self.drafter.observe(Observed(plan, batch, hidden), batch_slots)
+            self.drafter.observe(Observed(batch, hidden), batch_slots)
         return handle
 
     def _verify(self, plan: Plan, staged: StagedStep, sent: Tensor) -> StepHandle:
@@ -415,7 +416,7 @@ class Runner:
         handle = self._sample(plan, item_of_row, rows.forward, [])
         handle.kept = Download(keep_rows(rows, batch_slots))
         if self.drafter is not None:
-            self.drafter.observe(Observed(plan, rows.batch, rows.hidden), batch_slots)
+            self.drafter.observe(Observed(rows.batch, rows.hidden), batch_slots)
         return handle
 
     def _sample(

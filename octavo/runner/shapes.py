@@ -13,6 +13,7 @@ MAX_PREFILL_ITEMS = 64  # items that the graph does not treat as decoding
 PIGGYBACK_SIZES = [192, 320, 640]
 PIGGYBACK_DECODING = range(32, 257, 32)  # decoding sequences in such a graph
 MAX_VERIFY_ROWS = 256  # rows of a graph that verifies drafts: beyond, drafts rarely pay
+DRAFTING_SIZES = [1, 2, 4, 8, 16, 32, 64]  # sequences of a graph that drafts on the device
 
 
 class RunnerLimits(NamedTuple):
@@ -21,6 +22,7 @@ class RunnerLimits(NamedTuple):
     max_tokens: int  # tokens of a step
     is_bounded: bool = False  # sequences may drop blocks (octavo/core/bounded_kv.py)
     max_drafts: int = 0  # drafts of one sequence that a step verifies
+    drafts_on_device: bool = False  # a step makes its drafts itself
 
 
 class GraphShape(NamedTuple):
@@ -29,6 +31,12 @@ class GraphShape(NamedTuple):
     decoding: int  # items of one token each, which come first
     tokens: int  # of all items; equal to `decoding` if the step only decodes
     verifies: bool = False  # rows of the same sequence may follow each other: drafts
+    num_passes: int = 0  # of the drafter on the device, before the drafts are verified
+
+    @property
+    def drafting(self) -> int:
+        """The sequences that the drafter on the device drafts for."""
+        return self.tokens // (1 + self.num_passes)
 
     @property
     def items(self) -> int:
@@ -62,16 +70,27 @@ def mixed_shapes(max_slots: int, max_tokens: int) -> list[GraphShape]:
     return sorted(fitting, key=lambda shape: (shape.tokens, -shape.decoding))
 
 
-def verify_sizes(limits: RunnerLimits) -> list[int]:
-    """Return the sizes of graphs that verify drafts: rows, of any sequences."""
+def verify_shapes(limits: RunnerLimits) -> list[GraphShape]:
+    """Return the shapes of graphs that verify drafts, smallest first. They have rows of any
+    sequences. With drafts on the device, each sequence has as many rows."""
     if not limits.max_drafts:
         return []
-    most_rows = limits.max_slots * (1 + limits.max_drafts)
-    return decode_sizes(min(most_rows, limits.max_tokens, MAX_VERIFY_ROWS))
+    if not limits.drafts_on_device:
+        most_rows = limits.max_slots * (1 + limits.max_drafts)
+        sizes = decode_sizes(min(most_rows, limits.max_tokens, MAX_VERIFY_ROWS))
+        return [GraphShape(size, size, verifies=True) for size in sizes]
+    shapes = []
+    for num_passes in range(1, limits.max_drafts + 1):
+        most = min(limits.max_tokens, MAX_VERIFY_ROWS) // (1 + num_passes)
+        for size in DRAFTING_SIZES:
+            if size <= min(most, limits.max_slots):
+                rows = size * (1 + num_passes)
+                shapes.append(GraphShape(rows, rows, verifies=True, num_passes=num_passes))
+    return sorted(shapes, key=lambda shape: (shape.tokens, shape.num_passes))
 
 
 def held_logits(limits: RunnerLimits) -> int:
     """Return how many rows of logits all captured graphs keep in memory. Each has its own."""
     decode_rows = sum(decode_sizes(limits.max_slots))
     mixed_rows = sum(shape.items for shape in mixed_shapes(limits.max_slots, limits.max_tokens))
-    return decode_rows + mixed_rows + sum(verify_sizes(limits))
+    return decode_rows + mixed_rows + sum(shape.tokens for shape in verify_shapes(limits))

@@ -44,8 +44,8 @@ class DraftRows(NamedTuple):
 
 def lay_out_rows(items: list[Item]) -> NDArray[np.int32]:
     """Return slot of each row [R] | offset of each row in its item [R]."""
-    counts = np.array([item.num_tokens for item in items])
-    slots = np.repeat(np.array([item.slot for item in items]), counts)
+    counts = np.array([item.num_tokens for item in items], dtype=np.int64)
+    slots = np.repeat(np.array([item.slot for item in items], dtype=np.int64), counts)
     first_rows = np.repeat(np.cumsum(counts) - counts, counts)
     offsets = np.arange(len(slots)) - first_rows
     return np.concatenate([slots, offsets]).astype(np.int32)

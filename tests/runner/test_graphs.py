@@ -4,23 +4,31 @@ padding and all."""
 from __future__ import annotations
 
 from array import array
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import torch
 
 from octavo.config import CacheConfig
 from octavo.model import build, registry
+from octavo.model.base import CausalLM
+from octavo.model.draft_head import load_draft_head
 from octavo.model.load import dummy_weights
 from octavo.params import SamplingParams
 from octavo.runner.batch import ForwardResult
 from octavo.runner.batch_slots import BatchSlots
+from octavo.runner.drafter import Drafter, DraftModel, EarlyExit
+from octavo.runner.head_drafter import HeadDrafter
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.runner.tier_store import TierStore
 from octavo.types import Item, NewSlot, Plan
 from tests import tiny
 from tests.conftest import DEVICE
+from tests.model.test_draft_head import random_tensors, write_head
 
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps
@@ -34,7 +42,9 @@ LIMITS = RunnerLimits(max_slots=4, max_len=64, max_tokens=64, max_drafts=3)
 LARGE_LIMITS = RunnerLimits(max_slots=100, max_len=4096, max_tokens=8192)
 
 
-def make_runner(use_graphs: bool, kv_dtype: torch.dtype = torch.float32) -> Runner:
+def make_runner(
+    use_graphs: bool, kv_dtype: torch.dtype = torch.float32, drafter: str | None = None
+) -> Runner:
     hf = tiny.hf_model("qwen3").config.to_dict()
     hf["architectures"] = ["Qwen3ForCausalLM"]
     config = registry.parse(hf)
@@ -42,7 +52,30 @@ def make_runner(use_graphs: bool, kv_dtype: torch.dtype = torch.float32) -> Runn
     dummy_weights(model, seed=1)
     kv = KVStore(config, CacheConfig(BLOCK, 40), kv_dtype, torch.device(DEVICE))
     kv.tensor.zero_()
-    return Runner(model, kv, LIMITS, use_graphs=use_graphs)
+    limits = LIMITS._replace(drafts_on_device=drafter is not None)
+    return Runner(
+        model, kv, limits, use_graphs=use_graphs, drafter=make_drafter(drafter, model, kv)
+    )
+
+
+def make_drafter(name: str | None, model: CausalLM, kv: KVStore) -> Drafter | None:
+    if name is None:
+        return None
+    if name == "early_exit":
+        return EarlyExit(model.first_layers(1), kv)
+    if name == "draft_model":  # the model itself, so that all drafts are right
+        own_kv = KVStore(model.config, CacheConfig(BLOCK, 40), kv.tensor.dtype, kv.tensor.device)
+        return DraftModel(model, own_kv)
+    head = load_draft_head(head_dir(), model)
+    own_kv = KVStore(head.config, CacheConfig(BLOCK, 40), kv.tensor.dtype, kv.tensor.device)
+    own_kv.tensor.zero_()
+    return HeadDrafter(head, own_kv, LIMITS.max_slots)
+
+
+@cache
+def head_dir() -> Path:
+    shared = {"shares_target_head": True, "eagle_config": {"use_aux_hidden_state": False}}
+    return write_head(Path(mkdtemp(prefix="octavo-head-")), random_tensors(0, False), **shared)
 
 
 def plans() -> list[Plan]:
@@ -169,6 +202,42 @@ def test_a_graph_verifies_drafts_as_an_eager_step_does(monkeypatch: pytest.Monke
         got_state = getattr(special.batch_slots, name)[:3]
         want_state = getattr(general.batch_slots, name)[:3]
         torch.testing.assert_close(got_state, want_state)
+    assert int(special.batch_slots.computed[special.batch_slots.padding_slot]) == 0
+
+
+@pytest.mark.parametrize("drafter", ["early_exit", "draft_model", "head"])
+def test_a_graph_drafts_and_verifies_as_eager_steps_do(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with prompts, without drafts and with 1 to 3 drafts of each sequence."""
+    if DEVICE == "cpu":
+        plain = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
+    general, special = make_runner(False, drafter=drafter), make_runner(False, drafter=drafter)
+    limits = LIMITS._replace(drafts_on_device=True)
+    special.graphs = WithoutCapture(
+        special.model, special.kv, special.batch_slots, limits, special.drafter
+    )
+    num_accepted = 0
+    for plan in plans()[:3]:
+        assert special.launch(plan).wait().tokens == general.launch(plan).wait().tokens
+    for step, counts in enumerate([(1, 3, 2), (3, 3, 3), (2, 0, 1), (3, 1, 3)], 4):
+        for runner in (general, special):
+            drafts = {slot: [0] * count for slot, count in zip((0, 2, 1), counts, strict=True)}
+            plan = draft_plan(step, runner.batch_slots, drafts)
+            plan.drafts.clear()  # the device drafts
+            tokens = runner.launch(plan).wait().tokens
+            if runner is general:
+                expected = tokens
+        assert tokens == expected, step
+        num_accepted += sum(len(kept) - 1 for kept in tokens)
+    verifying = {shape for shape in special.graphs.graphs if shape.verifies}
+    assert {shape.num_passes for shape in verifying} == {2, 3}
+    if drafter == "draft_model":
+        assert num_accepted == 25, "a model that drafts for itself is always right"
+    for name in ("tokens", "computed"):
+        got_state = getattr(special.batch_slots, name)[:3]
+        torch.testing.assert_close(got_state, getattr(general.batch_slots, name)[:3])
     assert int(special.batch_slots.computed[special.batch_slots.padding_slot]) == 0
 
 
