@@ -404,6 +404,7 @@ class ModelOnDevice:
     checkpoint: Checkpoint
     device: torch.device
     drafter: CausalLM | None = None  # a draft head or a draft model
+    custom_drafter: Drafter | None = None  # drafts in place of everything else, for measurements
 
 
 def load(
@@ -606,6 +607,8 @@ def build_runner(
 def build_drafter(loaded: ModelOnDevice, resolved: Resolved, kv: KVStore) -> Drafter | None:
     """Return what drafts on the device, or None if the scheduler drafts. `kv` is the target's."""
     speculative = resolved.schedule.speculative
+    if loaded.custom_drafter is not None:
+        return loaded.custom_drafter
     if speculative is not None and speculative.exit_layer:
         return EarlyExit(loaded.model.first_layers(speculative.exit_layer), kv)
     drafter = loaded.drafter

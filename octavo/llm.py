@@ -77,6 +77,7 @@ from octavo.pooling import (
 from octavo.profiler import StepProfiler
 from octavo.prompt_reader import Message, Prompt, PromptReader, ReadPrompt, as_list
 from octavo.request_loop import RequestLoop, no_garbage_collection
+from octavo.runner.drafter import Drafter
 from octavo.runner.ranks import Ranks
 from octavo.runner.runner import Runner
 from octavo.text.guide import Guides
@@ -217,9 +218,10 @@ class LLM:
             recorder = EventRecorder(options.record_events)
         return StreamFactory(about, text, recorder)
 
-    def with_options(self, **changes: Any) -> LLM:
+    def with_options(self, drafter: Drafter | None = None, **changes: Any) -> LLM:
         """Return another LLM with some options changed. It shares the weights and has its own KV
-        cache, so the two may be compared in one process."""
+        cache, so the two may be compared in one process. `drafter` drafts in place of the one that
+        speculative_config names."""
         if self.ranks is not None:
             raise InvalidRequest(
                 "with_options needs tensor_parallel_size 1: make another LLM with these options",
@@ -236,8 +238,10 @@ class LLM:
         recommended = read_generation_config(options.generation_config)
         llm = LLM.__new__(LLM)
         llm.ranks = None
-        loaded = ModelOnDevice(self.model, self.checkpoint, self.device)
-        llm._build(with_drafter(loaded, options), options, recommended)
+        loaded = ModelOnDevice(self.model, self.checkpoint, self.device, custom_drafter=drafter)
+        if drafter is None:
+            loaded = with_drafter(loaded, options)
+        llm._build(loaded, options, recommended)
         return llm
 
     @property

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 
 from octavo.bench.measure_batching import MAX_VARIATION, encode, spread
 from octavo.bench.picture import Panel, bars
+from octavo.bench.synthetic_drafts import (
+    METHOD,
+    SyntheticDrafter,
+    make_repeating,
+    parse_synthetic,
+)
 from octavo.config import SpeculativeConfig
+from octavo.core.draft_methods import parse_speculative
 from octavo.core.drafters import SuffixDrafter
 from octavo.core.speculation import DraftCounters
 from octavo.errors import OctavoError
@@ -90,6 +97,20 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
 }
 
 
+class Method(NamedTuple):
+    """How one side drafts."""
+
+    config: SpeculativeConfig
+    acceptance: float | None = None  # of synthetic drafts (octavo/bench/synthetic_drafts.py)
+
+
+def parse_method(name: str, text: str) -> Method:
+    """Return the method of `text`, the value of the option `name`."""
+    if text.partition(",")[0].strip() == METHOD:
+        return Method(*parse_synthetic(name, text))
+    return Method(parse_speculative(name, text))
+
+
 class Case(NamedTuple):
     """What all sides compute."""
 
@@ -121,7 +142,7 @@ class Decoding:
 
 def measure(
     llm: LLM,
-    methods: Mapping[str, SpeculativeConfig],
+    methods: Mapping[str, Method],
     cases: Sequence[Case],
     max_tokens: int,
     repeat: int,
@@ -132,10 +153,13 @@ def measure(
     `llm` decodes without speculation. `advance` is called after each of the
     len(cases) * (1 + repeat) rounds.
     """
+    if any(method.acceptance is not None for method in methods.values()):
+        make_repeating(llm.model)
     llm.warm_up()
     sides = {"": llm}
-    for name, config in methods.items():
-        sides[name] = llm.with_options(speculative_config=config)
+    for name, (config, acceptance) in methods.items():
+        drafter = None if acceptance is None else SyntheticDrafter(acceptance)
+        sides[name] = llm.with_options(drafter, speculative_config=config)
         if config.adaptive:  # Warm-up measures the steps that decide how many drafts pay.
             sides[name].warm_up()
     results = []
@@ -152,9 +176,12 @@ def measure(
                 }
             )
             advance()
-        for name, config in methods.items():
+        for name, method in methods.items():
             record = {"method": name, **case._asdict(), **compare(rounds, name)}
-            record["predicted_ratio"] = predict_ratio(config, llm.config.num_layers, record)
+            record["predicted_ratio"] = None
+            if method.acceptance is None:
+                config = method.config
+                record["predicted_ratio"] = predict_ratio(config, llm.config.num_layers, record)
             results.append(record)
     return results
 

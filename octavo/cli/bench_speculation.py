@@ -13,13 +13,12 @@ import typer
 from octavo.cli.bench import ModelOrShape, app, finish
 from octavo.cli.options import Output, command, fail, flag, option, size, sizes
 from octavo.cli.terminal import say, table
-from octavo.config import EMBEDDED, SpeculativeConfig
-from octavo.core.draft_methods import parse_speculative
+from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from octavo.bench.measure_speculation import Case
+    from octavo.bench.measure_speculation import Case, Method
 
 # Warm-up measures decode steps of up to 64 rows, if there are as many batch slots.
 SPECULATION = EngineOptions(max_num_seqs=64, max_model_len=1024)
@@ -37,7 +36,8 @@ def speculation(
     methods: Annotated[
         str,
         option(
-            "Methods to compare, separated by semicolons; each is a value of --speculative.",
+            "Methods to compare, separated by semicolons; each is a value of --speculative, or "
+            "synthetic,acceptance=X for drafts that are right so often.",
             None,
             "METHOD;...",
             show_default=True,
@@ -74,7 +74,7 @@ def speculation(
     engine: EngineOptions = SPECULATION,
 ) -> None:
     """Compare decoding with and without speculation: speed, acceptance and equal tokens."""
-    from octavo.bench.measure_speculation import GRID, grid_methods, panels
+    from octavo.bench.measure_speculation import GRID, grid_methods, panels, parse_method
     from octavo.bench.picture import draw
     from octavo.cli.progress import Steps
 
@@ -87,7 +87,7 @@ def speculation(
         chosen = {name: grid_methods(exit_layers) for name, exit_layers in GRID.items()}
     cases = read_cases(workloads, streams, temperatures)
     parsed = {
-        name: {text.strip(): parse_speculative("--methods", text.strip()) for text in texts}
+        name: {text.strip(): parse_method("--methods", text.strip()) for text in texts}
         for name, texts in chosen.items()
     }
     results: list[dict[str, Any]] = []
@@ -132,16 +132,14 @@ class Bench:
         self.repeat = repeat
         self.advance = advance
 
-    def measure(
-        self, model: str | None, configs: dict[str, SpeculativeConfig]
-    ) -> list[dict[str, Any]]:
+    def measure(self, model: str | None, methods: dict[str, Method]) -> list[dict[str, Any]]:
         from octavo.bench.measure_speculation import measure
         from octavo.bench.model_shapes import load_shape
 
         llm = load_shape(self._with_pool(), model)
         records = measure(
             llm=llm,
-            methods=configs,
+            methods=methods,
             cases=self.cases,
             max_tokens=self.max_tokens,
             repeat=self.repeat,

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops import SamplingColumns, select
+from octavo.ops import SamplingColumns
+from octavo.ops.backends import select
 from octavo.ops.cuda import filtered_sampling
 from octavo.ops.reference import ReferenceOps, keep_likely
 from octavo.runner.batch_slots import max_distance
@@ -114,8 +115,16 @@ def test_the_cpu_chooses_as_the_reference(
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize(
     "top_k,top_p,min_p",
-    [(OFF, 1.0, 0.0), (8, 1.0, 0.0), (OFF, 0.8, 0.0), (OFF, 1.0, 0.1), (12, 0.7, 0.0)]
-    + [(12, 1.0, 0.05), (OFF, 0.8, 0.05), (12, 0.9, 0.03)],
+    [
+        (OFF, 1.0, 0.0),
+        (8, 1.0, 0.0),
+        (OFF, 0.8, 0.0),
+        (OFF, 1.0, 0.1),
+        (12, 0.7, 0.0),
+        (12, 1.0, 0.05),
+        (OFF, 0.8, 0.05),
+        (12, 0.9, 0.03),
+    ],
 )
 def test_frequencies_follow_the_kept_probabilities(
     top_k: int, top_p: float, min_p: float, backend: str
