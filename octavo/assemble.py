@@ -587,11 +587,13 @@ def build_runner(
     canary = None
     if options.kv_canary:
         canary = Canary(cache.num_blocks, cache.block_size, schedule.max_model_len, loaded.device)
+    is_cpu = loaded.device.type == "cpu"
+    runs_cpu_steps = is_cpu and not options.enforce_eager and not options.kv_canary
     runner = Runner(
         model=model,
         kv=kv,
         limits=runner_limits(schedule)._replace(is_bounded=cache.kv_eviction != "none"),
-        use_graphs=resolved.requirements.graphs,
+        use_graphs=resolved.requirements.graphs or runs_cpu_steps,
         tier_store=tiers,
         canary=canary,
         drafter=build_drafter(loaded, resolved, kv),

@@ -448,7 +448,13 @@ class EngineOptions:
             check=whole(1, 3),
         ),
     ] = None
-    enforce_eager: Annotated[bool, Option("Do not capture CUDA graphs.", "Kernels")] = False
+    enforce_eager: Annotated[
+        bool,
+        Option(
+            "Launch the kernels of a step one by one, and not as a CUDA graph or CPU job.",
+            "Kernels",
+        ),
+    ] = False
     attention_backend: Annotated[
         str,
         Option(

@@ -40,7 +40,7 @@ def make(architecture: str, **options: Any) -> LLM:
 
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(octavo.assemble, "select", lambda device: ReferenceOps())
+    monkeypatch.setattr(octavo.assemble, "select", lambda device, choice: ReferenceOps())
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:

@@ -21,7 +21,7 @@ from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.drafter import Observed
 
 METHOD = "synthetic"
-EMBEDDING_SCALE = 50.0  # The layers of random weights then hardly change a hidden state.
+EMBEDDING_SCALE = 1000.0  # The layers of random weights then hardly change a hidden state.
 
 
 class SyntheticDrafter:

@@ -23,6 +23,7 @@ from octavo.extensions import ARCHITECTURES
 from octavo.model import quant
 from octavo.model.checkpoint import StoredTensor
 from octavo.ops import ForwardBatch, Ops
+from octavo.ops.fused_spec import FusedStep
 from octavo.ops.kv import KV
 from octavo.ops.weight import JoinedWeight, QuantWeight, WeightFormat
 
@@ -229,6 +230,10 @@ class CausalLM(nn.Module):
         """Compute the hidden states as forward() does, and the logits of all of them."""
         hidden = self(batch, kv)
         return hidden, self.logits(hidden)
+
+    def fuse_step(self) -> FusedStep | None:
+        """Return a function that computes steps that decode in one call, if the backend can."""
+        return None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> logits [R, vocab]"""

@@ -30,7 +30,7 @@ from octavo.model.layers import (
 )
 from octavo.model.rope import context_length, rope_config, rope_table
 from octavo.ops import ForwardBatch, Ops, Watched
-from octavo.ops.fused_spec import DecoderLayer, DecoderSpec, Fused
+from octavo.ops.fused_spec import DecoderLayer, DecoderSpec, Fused, FusedStep, StepSpec
 from octavo.ops.kv import KV
 
 ACTIVATIONS = {
@@ -301,26 +301,37 @@ class Decoder(CausalLM):
 
         The layers of a divided model wait for the other ranks, which such a function does not.
         """
-        config = self.config
-        if config.part is not None:
+        return None if self.config.part is not None else self.ops.fuse(self._spec())
+
+    def fuse_step(self) -> FusedStep | None:
+        if self.config.part is not None or self.captured_layers:
             return None
+        return self.ops.fuse_step(
+            StepSpec(
+                decoder=self._spec(),
+                embedding=self.embed.weight,
+                embedding_scale=self.embed.scale,
+            )
+        )
+
+    def _spec(self) -> DecoderSpec:
+        """Return the decoder as data."""
+        config = self.config
         layers = [
             layer.spec(self.table(layer_index))
             for layer_index, layer in enumerate(cast("Iterable[TransformerLayer]", self.layers))
         ]
-        return self.ops.fuse(
-            DecoderSpec(
-                layers=layers,
-                norm=self.norm,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                norm_eps=config.norm_eps,
-                scale=config.scale,
-                gelu=config.activation != "silu",
-                dtype=self.dtype,
-                head=(self.head or self.embed).weight,
-            )
+        return DecoderSpec(
+            layers=layers,
+            norm=self.norm,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.norm_eps,
+            scale=config.scale,
+            gelu=config.activation != "silu",
+            dtype=self.dtype,
+            head=(self.head or self.embed).weight,
         )
 
     def table(self, layer: int) -> Tensor:

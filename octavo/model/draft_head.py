@@ -34,6 +34,7 @@ from octavo.model.load import choose_formats, load_weights, open_checkpoint, out
 from octavo.model.match import match_tensors
 from octavo.model.rope import rope_table
 from octavo.ops import ForwardBatch, Ops, Span
+from octavo.ops.fused_spec import DecoderSpec, DraftHeadSpec, FusedDraftHead
 from octavo.ops.kv import KV
 from octavo.ops.weight import QuantWeight
 
@@ -79,13 +80,17 @@ class DraftHead(CausalLM):
         self.register_buffer(
             "rope", rope_table(config.rope, config.head_dim, config.max_position), persistent=False
         )
+        self.fused: FusedDraftHead | None = None  # computes the head in few calls
         self._embed: Callable[[Tensor], Tensor] | None = None
+        self._embedding_weight: Callable[[], Any] = lambda: None
         self._target_rows: Callable[[Tensor], Tensor] | None = None
 
     def attach(self, target: CausalLM) -> None:
         """Share the embedding of the target, and its output head unless this head has its own."""
         # These are functions, because a module would become a part of this one.
         self._embed = target.embed.forward
+        if target.embed.scale == 1.0:
+            self._embedding_weight = lambda: target.embed.weight
         self._target_rows = target.head_rows
 
     # ---- computing -------------------------------------------------------------------------------
@@ -105,6 +110,8 @@ class DraftHead(CausalLM):
         batch.positions, and its memory may be overwritten. kv_cache is [N, 2, Hk, B, D].
         """
         assert self._embed is not None
+        if self.fused is not None:
+            return self.fused.compute(hidden, batch, kv_cache)
         ops = self.ops
         epsilon = self.config.norm_eps
         normed = ops.rms_norm(hidden, self.hidden_norm, epsilon)
@@ -176,6 +183,31 @@ class DraftHead(CausalLM):
         if self.head is None:
             self.head = self._head_of_target()
         pack_weights(self)
+        self.fused = self.ops.fuse_draft_head(self.spec())
+
+    def spec(self) -> DraftHeadSpec:
+        """Return the head as data, for a backend that computes it in few calls."""
+        assert self.head is not None
+        config = self.config
+        decoder = DecoderSpec(
+            layers=[self.layer.spec(self.rope)],
+            norm=self.norm,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.norm_eps,
+            scale=config.scale,
+            gelu=config.activation != "silu",
+            dtype=self.dtype,
+            head=self.head.weight,
+        )
+        return DraftHeadSpec(
+            decoder=decoder,
+            embedding=self._embedding_weight(),
+            hidden_norm=self.hidden_norm,
+            token_ids=self.token_ids,
+            norms_residual=config.norms_residual,
+        )
 
     def _head_of_target(self) -> Linear:
         """Return the rows of the target's head. They are quantised if the layer is."""
@@ -196,7 +228,7 @@ class DraftHead(CausalLM):
         with torch.device("meta"):
             head = Linear(self.ops, self.config.hidden_size, {"lm_head": self.config.vocab_size})
         if isinstance(self.layer.qkv.weight, QuantWeight):
-            head.quantize(quant.EDGE_FORMAT, device)
+            head.quantize(self.layer.qkv.weight.format, device)
         return head
 
 

@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.ops.collectives import Collectives
-    from octavo.ops.fused_spec import DecoderSpec, Fused
+    from octavo.ops.fused_spec import (
+        DecoderSpec,
+        DraftHeadSpec,
+        Fused,
+        FusedDraftHead,
+        FusedStep,
+        StepSpec,
+    )
     from octavo.ops.kv import KV
 
 
@@ -117,6 +124,20 @@ class Ops(Protocol):
         """Return a function that computes all layers of a decoder, for all batches or for some.
 
         Return None if this backend computes them op by op. This is called after pack().
+        """
+        ...
+
+    def fuse_draft_head(self, head: DraftHeadSpec) -> FusedDraftHead | None:
+        """Return an object that computes a draft head in few calls.
+
+        Return None if this backend computes it op by op. This is called after pack().
+        """
+        ...
+
+    def fuse_step(self, model: StepSpec) -> FusedStep | None:
+        """Return a function that computes steps that decode, from batch slots to new tokens.
+
+        Return None if this backend has none. This is called after pack().
         """
         ...
 

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from octavo.ops.fused_spec import DecoderSpec, Fused
+    from octavo.ops.fused_spec import (
+        DecoderSpec,
+        DraftHeadSpec,
+        Fused,
+        FusedDraftHead,
+        FusedStep,
+        StepSpec,
+    )
     from octavo.ops.kv import KV
 
 log = logging.getLogger(__name__)
@@ -190,6 +197,12 @@ class ComposedOps:
         return exchanged.get(operator) or getattr(self.base, operator)
 
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
+        return None
+
+    def fuse_draft_head(self, head: DraftHeadSpec) -> FusedDraftHead | None:
+        return None
+
+    def fuse_step(self, model: StepSpec) -> FusedStep | None:
         return None
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:

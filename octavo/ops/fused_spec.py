@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from octavo.ops import ForwardBatch
+    from octavo.ops import ForwardBatch, SamplingColumns
     from octavo.ops.kv import KV
 
 # A fused decoder takes hidden [T, hidden], a batch and kv [N, layers, 2, Hk, B, D]. It may
@@ -64,3 +64,82 @@ class DecoderSpec:
     gelu: bool  # the activation is GELU (tanh) instead of SiLU
     dtype: torch.dtype
     head: Any = None  # the weight of the output head
+
+
+# ---- draft heads ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class DraftHeadSpec:
+    """A draft head (octavo/model/draft_head.py) as data."""
+
+    decoder: DecoderSpec  # one layer, whose attention reads a token and a hidden state side by side
+    embedding: Any  # the weight of the target's embedding
+    hidden_norm: Tensor  # the norm of the hidden state; the layer's attn_norm is that of the token
+    token_ids: Tensor  # [draft vocabulary] the target's id of each draft token (int64)
+    norms_residual: bool  # the residual is the hidden state after its norm
+
+
+class DraftChains(NamedTuple):
+    """Sequences that a draft head drafts for, S of them."""
+
+    slots: Tensor  # [S] batch slots (int32)
+    lengths: Tensor  # [S] positions that the head has computed (int32)
+    counts: list[int]  # drafts wanted for each
+    tokens: Tensor  # [slots, positions] the tokens of all batch slots (int32)
+    block_table: Tensor  # [slots, W]
+    sampling: SamplingColumns
+    max_len: int  # no draft is behind this position
+
+
+class FusedDraftHead(Protocol):
+    def compute(self, hidden: Tensor, batch: ForwardBatch, kv_cache: KV) -> Tensor:
+        """Compute the layer, as DraftHead.compute does."""
+        ...
+
+    def draft(self, hidden: Tensor, chains: DraftChains, kv_cache: KV) -> None:
+        """Write drafts into chains.tokens. hidden [S, hidden] is the head's output before the first
+        draft, and is overwritten. kv_cache is [N, 2, Hk, B, D]."""
+        ...
+
+
+# ---- whole steps ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StepSpec:
+    """A model as data: from token ids to logits."""
+
+    decoder: DecoderSpec  # with the output head
+    embedding: Any  # the weight of the embedding
+    embedding_scale: float
+
+
+class StepRows(NamedTuple):
+    """The rows of a step that decodes, R of them, and the memory of the batch slots.
+
+    Each row is one token of a slot, `offsets` behind the last computed position. The tensors of
+    slots are columns of one table (int32, or float32 of the same size), with a row for each slot.
+    """
+
+    slots: Tensor  # [R] int32
+    offsets: Tensor  # [R] int32: 0, 1, 2... for the rows of one slot, which are neighbours
+    tokens: Tensor  # [slots, positions]
+    computed: Tensor  # [slots] positions whose KV is computed
+    dropped: Tensor  # [slots] positions of the text that are not in the cache
+    block_table: Tensor  # [slots, W]
+    sampling: SamplingColumns
+    max_len: int  # no row is at or behind this position
+
+
+class StepResults(NamedTuple):
+    batch: ForwardBatch  # what was computed
+    hidden: Tensor  # [R, hidden] after the last norm
+    logits: Tensor  # [R, vocab]
+    tokens: Tensor  # [R] int32: the sampled tokens, which are in the slots too
+    kept: Tensor  # [R] int32: 1 if all rows of the slot before this one sampled what follows them
+
+
+# A fused step computes rows, samples a token behind each, and advances each slot over the rows that
+# are kept. kv is [N, layers, 2, Hk, B, D].
+FusedStep: TypeAlias = "Callable[[StepRows, KV], StepResults]"

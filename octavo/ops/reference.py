@@ -23,7 +23,14 @@ from octavo.ops import (
     Watched,
 )
 from octavo.ops.collectives import Collectives, SingleRank
-from octavo.ops.fused_spec import DecoderSpec, Fused
+from octavo.ops.fused_spec import (
+    DecoderSpec,
+    DraftHeadSpec,
+    Fused,
+    FusedDraftHead,
+    FusedStep,
+    StepSpec,
+)
 from octavo.ops.kv import KV, LARGEST, QuantKV, compress, expand
 from octavo.ops.weight import QuantWeight, dense
 
@@ -229,6 +236,12 @@ class ReferenceOps:
         return (torch.float32, torch.bfloat16, torch.float16, *LARGEST)
 
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
+        return None
+
+    def fuse_draft_head(self, head: DraftHeadSpec) -> FusedDraftHead | None:
+        return None
+
+    def fuse_step(self, model: StepSpec) -> FusedStep | None:
         return None
 
     def choose(

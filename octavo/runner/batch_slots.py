@@ -147,6 +147,10 @@ class BatchSlots:
         self.new_slots: list[NewSlot | None] = [None] * num_slots
         self.special_slots: set[int] = set()  # is_special() of their NewSlot
 
+    def table_index(self, slot: int, logical_block: int) -> int:
+        """Return the index into `flat` of an entry of a slot's block table."""
+        return slot * self.columns + self._table_at + logical_block
+
     def stage(self, plan: Plan, upload: Upload) -> tuple[slice, slice]:
         """Add the plan's changes to the step's upload. Returns the slices of the indices into
         `flat` and of the values."""
@@ -176,7 +180,7 @@ class BatchSlots:
                 # The slot is new in this plan: an index must not be written twice.
                 tables[slot][logical_block] = block
             else:
-                single_indices.append(slot * self.columns + self._table_at + logical_block)
+                single_indices.append(self.table_index(slot, logical_block))
                 single_values.append(block)
         for index, drafts in plan.drafts.items():
             item = plan.items[index]

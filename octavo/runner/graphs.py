@@ -42,7 +42,12 @@ from octavo.runner.shapes import (
     mixed_shapes,
     verify_shapes,
 )
-from octavo.runner.verification import compute_rows, keep_rows, lay_out_rows
+from octavo.runner.verification import (
+    compute_rows,
+    is_plain_decode,
+    keep_rows,
+    lay_out_drafts,
+)
 from octavo.types import Item, Plan
 
 
@@ -104,11 +109,7 @@ class StepGraphs:
     # ---- decode ----------------------------------------------------------------------------------
 
     def is_decode(self, plan: Plan) -> bool:
-        """Return whether a step only decodes: one token per item, no new slots, copies or loads.
-        Stores run before it."""
-        if not plan.items or plan.new_slots or plan.copies or plan.loads:
-            return False
-        return all(item.num_tokens == 1 and item.sample for item in plan.items)
+        return is_plain_decode(plan)
 
     def replay_decode(self, plan: Plan) -> ForwardResult:
         """Launch a decode step."""
@@ -193,7 +194,13 @@ class StepGraphs:
         """Lay out items as in batch.py, followed by a flag per item: whether it is sampled. For a
         step that verifies drafts, lay out rows as in verification.py."""
         if shape.verifies:
-            return self._lay_out_rows(items, shape)
+            return lay_out_drafts(
+                items=items,
+                num_passes=shape.num_passes,
+                num_drafting=shape.drafting,
+                num_rows=shape.tokens,
+                padding_slot=self.batch_slots.padding_slot,
+            )
         is_sampled = np.zeros(shape.items, np.int32)
         is_sampled[: len(items)] = [item.sample for item in items]
         layout = lay_out_padded(
@@ -241,19 +248,6 @@ class StepGraphs:
             if fits and shape.num_passes == num_passes:
                 return shape
         return None
-
-    def _lay_out_rows(self, items: list[Item], shape: GraphShape) -> NDArray[np.int32]:
-        """Return the slots of each pass of the drafter, then rows as in verification.py. Both are
-        padded with the padding slot."""
-        padding_slot = self.batch_slots.padding_slot
-        drafting = np.full((shape.num_passes, shape.drafting), padding_slot, dtype=np.int32)
-        if shape.num_passes:
-            for index, item in enumerate(items):
-                drafting[: item.num_drafts, index] = item.slot
-        slots, offsets = lay_out_rows(items).reshape(2, -1)
-        num_padding = shape.tokens - len(slots)
-        padded_slots = np.pad(slots, (0, num_padding), constant_values=padding_slot)
-        return np.concatenate([drafting.ravel(), padded_slots, np.pad(offsets, (0, num_padding))])
 
     def run_verify(self, inputs: Tensor, shape: GraphShape) -> ForwardResult:
         """Compute a step that verifies drafts. `inputs` come from lay_out()."""

@@ -14,6 +14,7 @@ overwrites it, as far as the sequence has reached.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from octavo.model.draft_head import DraftHead
 from octavo.ops import ForwardBatch
+from octavo.ops.fused_spec import DraftChains, FusedDraftHead
 from octavo.runner.batch import ForwardResult, last_tokens, one_token_each
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.drafter import Observed
@@ -59,6 +61,9 @@ class HeadDrafter:
         self.outputs[targets.long()] = output
 
     def draft(self, passes: Sequence[Tensor], max_len: int, batch_slots: BatchSlots) -> None:
+        if self.head.fused is not None:
+            self._draft_chains(self.head.fused, passes, max_len, batch_slots)
+            return
         for index, slots in enumerate(passes):
             rows = slots.long()
             lengths = batch_slots.computed[rows] + index  # positions that the head has computed
@@ -72,6 +77,27 @@ class HeadDrafter:
                 self.outputs[rows] = output
             logits = self._target_logits(output)
             choose(ForwardResult(slots, logits, lengths + 1), batch_slots, self.head.ops)
+
+    def _draft_chains(
+        self,
+        fused: FusedDraftHead,
+        passes: Sequence[Tensor],
+        max_len: int,
+        batch_slots: BatchSlots,
+    ) -> None:
+        """Draft all tokens of a step in one call."""
+        slots = passes[0]
+        counts = Counter(slot for drafting in passes for slot in drafting.tolist())
+        chains = DraftChains(
+            slots=slots,
+            lengths=batch_slots.computed[slots.long()],
+            counts=[counts[slot] for slot in slots.tolist()],
+            tokens=batch_slots.tokens,
+            block_table=batch_slots.block_table,
+            sampling=batch_slots.sampling,
+            max_len=max_len,
+        )
+        fused.draft(self.outputs[slots.long()], chains, self.kv.view[:, 0])
 
     def _following_tokens(self, batch: ForwardBatch, batch_slots: BatchSlots) -> ForwardBatch:
         """Return the target's batch with the token after each position."""

@@ -22,6 +22,7 @@ from octavo.ops import ForwardBatch, Span
 from octavo.runner.batch import ForwardResult, gather, last_tokens, lay_out, watch
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.canary import Canary
+from octavo.runner.cpu_steps import CpuSteps
 from octavo.runner.drafter import Drafter, Observed
 from octavo.runner.kvstore import KVStore
 from octavo.runner.logits_processors import LogitsPipeline
@@ -176,11 +177,14 @@ class Runner:
         self.canary = canary
         self.drafter = drafter
         self.logits_pipeline = LogitsPipeline()
-        self.graphs: StepGraphs | None = None
-        if use_graphs:
+        # Steps that run in one call: as CUDA graphs, or as jobs of a CPU.
+        self.graphs: StepGraphs | CpuSteps | None = None
+        if use_graphs and self.device.type == "cuda":
             from octavo.runner.graphs import StepGraphs
 
             self.graphs = StepGraphs(model, kv, self.batch_slots, limits, drafter)
+        elif use_graphs and (step := model.fuse_step()) is not None:
+            self.graphs = CpuSteps(step, kv, self.batch_slots, drafter)
 
     def capture(self) -> None:
         """Capture every graph now. Otherwise each is captured when it is first needed."""
@@ -252,7 +256,7 @@ class Runner:
         return self._run_eagerly(plan, staged, sent)
 
     def _replay(
-        self, plan: Plan, staged: StagedStep, layout: Tensor, graphs: StepGraphs
+        self, plan: Plan, staged: StagedStep, layout: Tensor, graphs: StepGraphs | CpuSteps
     ) -> StepHandle:
         """Launch the graph of a mixed step, or of a step that verifies drafts."""
         assert staged.shape is not None
@@ -299,7 +303,7 @@ class Runner:
             draft_slots=[upload.ints(slots) for slots in drafting],
         )
 
-    def _find_shape(self, plan: Plan, graphs: StepGraphs) -> GraphShape | None:
+    def _find_shape(self, plan: Plan, graphs: StepGraphs | CpuSteps) -> GraphShape | None:
         """Return the graph to replay, if there is one. Drafts of a sequence that is sampled with
         more than a temperature are verified without a graph."""
         if not plan.num_drafts:

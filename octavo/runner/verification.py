@@ -28,7 +28,7 @@ from octavo.ops import ForwardBatch
 from octavo.runner.batch import ForwardResult, one_token_each
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.kvstore import KVStore
-from octavo.types import Item
+from octavo.types import Item, Plan
 
 
 class DraftRows(NamedTuple):
@@ -49,6 +49,29 @@ def lay_out_rows(items: list[Item]) -> NDArray[np.int32]:
     first_rows = np.repeat(np.cumsum(counts) - counts, counts)
     offsets = np.arange(len(slots)) - first_rows
     return np.concatenate([slots, offsets]).astype(np.int32)
+
+
+def lay_out_drafts(
+    items: list[Item], num_passes: int, num_drafting: int, num_rows: int, padding_slot: int
+) -> NDArray[np.int32]:
+    """Return the slots of each pass of the drafter [passes, sequences], then rows as
+    lay_out_rows(). Both are padded with the padding slot."""
+    drafting = np.full((num_passes, num_drafting), padding_slot, dtype=np.int32)
+    if num_passes:
+        for index, item in enumerate(items):
+            drafting[: item.num_drafts, index] = item.slot
+    slots, offsets = lay_out_rows(items).reshape(2, -1)
+    num_padding = num_rows - len(slots)
+    padded_slots = np.pad(slots, (0, num_padding), constant_values=padding_slot)
+    return np.concatenate([drafting.ravel(), padded_slots, np.pad(offsets, (0, num_padding))])
+
+
+def is_plain_decode(plan: Plan) -> bool:
+    """Return whether a step only decodes: one token per item, no new slots, copies or loads.
+    Stores run before it."""
+    if not plan.items or plan.new_slots or plan.copies or plan.loads:
+        return False
+    return all(item.num_tokens == 1 and item.sample for item in plan.items)
 
 
 def compute_rows(

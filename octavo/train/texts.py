@@ -1,12 +1,14 @@
 """Texts to train on, which the target generates itself: questions of users and its answers.
 
 A chat model has learnt what follows the opening of a user's turn. So it continues the opening with
-a question (the Magpie method), and then answers the question. No dataset is needed, and the texts
-are what the model will generate later.
+a question (the Magpie method), and then answers the question. Half of the questions come from
+questions.py instead, because people ask other questions than the model. No dataset is needed, and
+the answers are what the model will generate later.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import NamedTuple
 
 from octavo.llm import LLM
 from octavo.params import SamplingParams
+from octavo.train.questions import ask
 
 QUESTION_TEMPERATURE = 0.9
 # Half of the answers is generated greedily. The others make the head robust against unlikely words.
@@ -37,6 +40,7 @@ class TextOptions:
     max_question: int = 96  # tokens
     max_answer: int = 320  # tokens
     seed: int = 0
+    asked_share: float = 0.5  # of the questions, those that come from questions.py
 
 
 def generate_texts(
@@ -72,7 +76,10 @@ def generate_questions(
     """Return prompts that end where an answer begins."""
     tokenizer = llm.get_tokenizer()
     has_template = tokenizer.chat_template is not None
+    asked: list[str] = []
     if has_template:
+        asked = ask(round(options.asked_share * count), first_seed)
+        count -= len(asked)
         opening = llm.encode_chat([{"role": "user", "content": ""}], continue_final_message=True)
     else:
         start = llm.config.bos_id
@@ -93,9 +100,9 @@ def generate_questions(
     contents = [
         tokenizer.decode(list(question), skip_special_tokens=True).strip() for question in questions
     ]
-    return [
-        llm.encode_chat([{"role": "user", "content": content}]) for content in contents if content
-    ]
+    mixed = [*contents, *asked]
+    random.Random(first_seed).shuffle(mixed)
+    return [llm.encode_chat([{"role": "user", "content": content}]) for content in mixed if content]
 
 
 def generate_answers(

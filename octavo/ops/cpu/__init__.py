@@ -26,9 +26,18 @@ from octavo.ops.cpu.cpu_decoder import (
     scratch_bytes,
     write_float,
 )
+from octavo.ops.cpu.cpu_draft_head import CpuDraftHead
+from octavo.ops.cpu.cpu_step import CpuStep
 from octavo.ops.cpu.thread_pool import ThreadPool, thread_pool
 from octavo.ops.cpu.weight_layout import CpuWeight
-from octavo.ops.fused_spec import DecoderSpec, Fused
+from octavo.ops.fused_spec import (
+    DecoderSpec,
+    DraftHeadSpec,
+    Fused,
+    FusedDraftHead,
+    FusedStep,
+    StepSpec,
+)
 from octavo.ops.kv import KV, LARGEST
 from octavo.ops.reference import ReferenceOps, gathered, noise_key, rows_of
 from octavo.ops.weight import QuantWeight
@@ -185,6 +194,20 @@ class CpuOps(ReferenceOps):
             if pool is not None and fits(decoder, pool.kernels.LANES)
             else None
         )
+
+    def fuse_draft_head(self, head: DraftHeadSpec) -> FusedDraftHead | None:
+        fused = self.fuse(head.decoder)
+        is_packed = isinstance(head.embedding, CpuWeight) and isinstance(
+            head.decoder.head, CpuWeight
+        )
+        return CpuDraftHead(head, fused) if isinstance(fused, FusedDecoder) and is_packed else None
+
+    def fuse_step(self, model: StepSpec) -> FusedStep | None:
+        fused = self.fuse(model.decoder)
+        is_packed = isinstance(model.embedding, CpuWeight) and isinstance(
+            model.decoder.head, CpuWeight
+        )
+        return CpuStep(model, fused) if isinstance(fused, FusedDecoder) and is_packed else None
 
     def choose(
         self, logits: Tensor, slots: Tensor, positions: Tensor, sampling: SamplingColumns

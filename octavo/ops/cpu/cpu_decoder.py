@@ -36,7 +36,7 @@ def fits(spec: DecoderSpec, lanes: int) -> bool:
     )
     if not packed or spec.dtype != torch.float32:
         return False
-    hidden = spec.layers[0].qkv.shape[1]
+    hidden = spec.layers[0].out.shape[0]
     intermediate = spec.layers[0].down.shape[1]
     return are_whole_vectors(lanes, (spec.head_dim, hidden, intermediate))
 
@@ -117,26 +117,30 @@ def attention_record(
         record[fields.MASS_BLOCKS] = num_blocks
         record[fields.SCORES] = pool.memory("scores", 4 * num_watched * num_heads * padded_keys)
         record[fields.SCORES_KEYS] = padded_keys
-    num_tasks = len(batch.seq_lens) * num_kv_heads
-    if (
-        num_tasks < MIN_TASKS_PER_THREAD * pool.threads
-        and pool.threads > 1
-        and all(span.num == 1 for span in batch.spans)
-    ):
-        num_segments = -(-max(span.end for span in batch.spans) // fields.SEGMENT)
-        part_bytes = (
-            num_tasks
-            * num_segments
-            * fields.segment_bytes.py_func(num_heads // num_kv_heads, head_dim)
-        )
-        record[fields.NUM_SEGMENTS] = num_segments
-        record[fields.PARTS] = pool.memory("parts", part_bytes)
-        record[fields.PARTS_DONE] = record.ctypes.data + 8 * fields.NUM_FIELDS
+    if all(span.num == 1 for span in batch.spans):
+        split_context(pool, record, max(span.end for span in batch.spans))
     thread_bytes = -(-fields.scratch_bytes.py_func(num_heads, num_kv_heads, head_dim) // 64) * 64
     record[fields.SCRATCH] = pool.memory("attention", thread_bytes * pool.threads)
     record[fields.SCRATCH_SIZE] = thread_bytes
     record[fields.ZEROS] = pool.zeros(4 * head_dim)
     return record
+
+
+def split_context(pool: ThreadPool, record: Record, max_len: int) -> None:
+    """Split the context of sequences with one token each into segments, if threads would be idle
+    otherwise. No sequence is longer than max_len."""
+    fields = pool.kernels.attention_jit
+    num_tasks = int(record[fields.NUM_SEQUENCES] * record[fields.NUM_KV_HEADS])
+    if num_tasks >= MIN_TASKS_PER_THREAD * pool.threads or pool.threads == 1:
+        return
+    num_segments = -(-max_len // fields.SEGMENT)
+    if num_segments != record[fields.NUM_SEGMENTS]:
+        group_size = int(record[fields.NUM_HEADS] // record[fields.NUM_KV_HEADS])
+        head_dim = int(record[fields.HEAD_DIM])
+        part_bytes = num_tasks * num_segments * fields.segment_bytes.py_func(group_size, head_dim)
+        record[fields.NUM_SEGMENTS] = num_segments
+        record[fields.PARTS] = pool.memory("parts", part_bytes)
+        record[fields.PARTS_DONE] = record.ctypes.data + 8 * fields.NUM_FIELDS
 
 
 def numbered(batch: ForwardBatch, watched: Watched, num_kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -164,7 +168,7 @@ class FusedDecoder:
         for layer_record, layer in zip(self.table, spec.layers, strict=True):
             self._describe(layer_record, layer, lanes)
         first_layer = spec.layers[0]
-        self.hidden = first_layer.qkv.shape[1]
+        self.hidden = first_layer.out.shape[0]
         self.inner = first_layer.down.shape[1]
         self.qkv = first_layer.qkv.shape[0]
         weights = [
@@ -216,50 +220,62 @@ class FusedDecoder:
     def __call__(self, hidden: Tensor, batch: ForwardBatch, kv_cache: KV) -> Tensor:
         """Compute all layers. hidden [T, hidden] is overwritten."""
         spec = self.spec
-        pool = self.pool
-        kernels = self.pool.kernels
-        num_rows = len(hidden)
-        attended_size = spec.num_heads * spec.head_dim
-        last_rows = None if batch.last is None else batch.logit_indices
-        output = torch.empty(num_rows if last_rows is None else len(last_rows), self.hidden)
+        num_rows = len(hidden) if batch.last is None else len(batch.logit_indices)
+        output = torch.empty(num_rows, self.hidden)
         watched = (
             None if batch.watched is None else numbered(batch, batch.watched, spec.num_kv_heads)
         )
-        with pool.lock:
-            record = attention_record(pool, batch, spec.num_heads, kv_cache, spec.scale, watched)
-            fields = kernels.attention_jit
-            job: Record = np.zeros(kernels.NUM_FIELDS, dtype=np.int64)
-            job[kernels.JOB_KIND] = kernels.DECODER
-            job[kernels.NUM_ROWS] = num_rows
-            job[kernels.INPUT] = hidden.data_ptr()
-            job[kernels.OUTPUT] = output.data_ptr()
-            job[kernels.LAYERS] = self.table.ctypes.data
-            job[kernels.NUM_LAYERS] = len(self.table)
-            job[kernels.HIDDEN_SIZE] = self.hidden
-            job[kernels.WIDTH] = self.inner
-            job[kernels.GELU] = int(spec.gelu)
-            job[kernels.BATCH] = record.ctypes.data
-            job[kernels.LAST_NORM] = spec.norm.data_ptr()
-            job[kernels.POSITIONS] = batch.positions.data_ptr()
-            job[kernels.SLOTS] = batch.kv_indices.data_ptr()
-            job[kernels.LAST_ROWS] = address(last_rows)
-            job[kernels.NUM_LAST_ROWS] = len(output)
-            write_float(job, kernels.EPSILON, spec.norm_eps)
-            job[kernels.QUANTIZED] = pool.memory("quantized", num_rows * self.row_bytes)
-            job[kernels.SCRATCH] = pool.memory("scratch", self.scratch_size * pool.threads)
-            job[kernels.SCRATCH_SIZE] = self.scratch_size
-            buffers = {
-                kernels.DELTA: self.hidden,
-                kernels.QKV: self.qkv,
-                kernels.ATTENDED: attended_size,
-                kernels.ACTIVATED: self.inner,
-            }
-            for field, width in buffers.items():
-                job[field] = pool.memory(f"rows {field}", num_rows * width * 4)
-            record[fields.QUERY] = job[kernels.QKV]
-            record[fields.QUERY_STRIDE] = self.qkv * 4
-            record[fields.OUTPUT] = job[kernels.ATTENDED]
-            pool.run(job, kernels.PHASES_PER_LAYER * len(self.table) + 1)
+        kernels = self.pool.kernels
+        with self.pool.lock:
+            record = attention_record(
+                self.pool, batch, spec.num_heads, kv_cache, spec.scale, watched
+            )
+            job = self.fill_job(hidden, batch, record, output)
+            self.pool.run(job, kernels.PHASES_PER_LAYER * len(self.table) + 1)
         if watched is not None and batch.watched is not None:
             batch.watched.mass += watched[1].sum(1)
         return output
+
+    def fill_job(
+        self, hidden: Tensor, batch: ForwardBatch, record: Record, output: Tensor
+    ) -> Record:
+        """Return the job that computes all layers of a batch. `record` is that of its attention,
+        and gets the addresses of queries and results. The caller holds the lock of the pool."""
+        spec = self.spec
+        pool = self.pool
+        kernels = pool.kernels
+        fields = kernels.attention_jit
+        num_rows = len(hidden)
+        last_rows = None if batch.last is None else batch.logit_indices
+        job: Record = np.zeros(kernels.NUM_FIELDS, dtype=np.int64)
+        job[kernels.JOB_KIND] = kernels.DECODER
+        job[kernels.NUM_ROWS] = num_rows
+        job[kernels.INPUT] = hidden.data_ptr()
+        job[kernels.OUTPUT] = output.data_ptr()
+        job[kernels.LAYERS] = self.table.ctypes.data
+        job[kernels.NUM_LAYERS] = len(self.table)
+        job[kernels.HIDDEN_SIZE] = self.hidden
+        job[kernels.WIDTH] = self.inner
+        job[kernels.GELU] = int(spec.gelu)
+        job[kernels.BATCH] = record.ctypes.data
+        job[kernels.LAST_NORM] = spec.norm.data_ptr()
+        job[kernels.POSITIONS] = batch.positions.data_ptr()
+        job[kernels.SLOTS] = batch.kv_indices.data_ptr()
+        job[kernels.LAST_ROWS] = address(last_rows)
+        job[kernels.NUM_LAST_ROWS] = len(output)
+        write_float(job, kernels.EPSILON, spec.norm_eps)
+        job[kernels.QUANTIZED] = pool.memory("quantized", num_rows * self.row_bytes)
+        job[kernels.SCRATCH] = pool.memory("scratch", self.scratch_size * pool.threads)
+        job[kernels.SCRATCH_SIZE] = self.scratch_size
+        buffers = {
+            kernels.DELTA: self.hidden,
+            kernels.QKV: self.qkv,
+            kernels.ATTENDED: spec.num_heads * spec.head_dim,
+            kernels.ACTIVATED: self.inner,
+        }
+        for field, width in buffers.items():
+            job[field] = pool.memory(f"rows {field}", num_rows * width * 4)
+        record[fields.QUERY] = job[kernels.QKV]
+        record[fields.QUERY_STRIDE] = self.qkv * 4
+        record[fields.OUTPUT] = job[kernels.ATTENDED]
+        return job

@@ -39,7 +39,7 @@ def writable(directory: Path) -> bool:
 
 @cache
 def kernels() -> ModuleType | None:
-    """Return the compiled kernels (octavo.ops.cpu.jit.decoder_jit).
+    """Return the compiled kernels (octavo.ops.cpu.jit.run_jit).
 
     If this machine cannot run them, log a warning once and return None.
     """
@@ -73,31 +73,34 @@ def kernels() -> ModuleType | None:
     before = config.CACHE_DIR
     config.CACHE_DIR = str(directory)
     try:
-        from octavo.ops.cpu.jit import decoder_jit
+        from octavo.ops.cpu.jit import run_jit
     finally:
         config.CACHE_DIR = before
         if compiles:
             print(f" {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-    return decoder_jit
+    return run_jit
 
 
 class ThreadPool:
-    def __init__(self, kernels_module: ModuleType, threads: int):
-        self.kernels = kernels_module
+    def __init__(self, entry_points: ModuleType, threads: int):
+        """`entry_points` is the module that kernels() returns."""
+        self.entry_points = entry_points
+        self.kernels = entry_points.decoder_jit  # names the fields of jobs
         self.threads = threads
         self.lock = threading.Lock()
-        barrier = kernels_module.thread_barrier
+        barrier = self.kernels.thread_barrier
         self.state: NDArray[np.int64] = np.zeros(
             barrier.WORKERS + barrier.WORKER_SIZE * threads, dtype=np.int64
         )
         self.state[barrier.NUM_THREADS] = threads
         self.address = self.state.ctypes.data
-        self._memory: dict[str, NDArray[np.uint8]] = {}
+        self._memory: dict[str, tuple[NDArray[np.uint8], int, int]] = {}
+        self.generation = 0  # rises whenever memory moves
         self._zeros: NDArray[np.uint8] = np.zeros(1024, dtype=np.uint8)
         for index in range(1, threads):
             thread_arguments = (self.address, index)
             threading.Thread(
-                target=kernels_module.run_worker,
+                target=entry_points.run_worker,
                 args=thread_arguments,
                 daemon=True,
                 name=f"octavo-cpu-{index}",
@@ -112,17 +115,20 @@ class ThreadPool:
         self.state[barrier.JOB] = job.ctypes.data
         self.state[barrier.PHASES] = phases
         self.state[barrier.COUNTERS] = self.memory("counters", phases * barrier.COUNTER_BYTES)
-        self.kernels.run_leader(self.address)
+        self.entry_points.run_leader(self.address)
 
     def memory(self, name: str, num_bytes: int) -> int:
         """Return the address of at least num_bytes bytes, 64-byte aligned.
 
         The memory is kept under this name until more bytes are requested.
         """
-        buffer = self._memory.get(name)
-        if buffer is None or len(buffer) < num_bytes + 64:
-            buffer = self._memory[name] = np.empty(num_bytes + 64, dtype=np.uint8)
-        return buffer.ctypes.data + -buffer.ctypes.data % 64
+        _, address, size = self._memory.get(name, (None, 0, -1))
+        if size < num_bytes:
+            buffer = np.empty(num_bytes + 64, dtype=np.uint8)
+            address = buffer.ctypes.data + -buffer.ctypes.data % 64
+            self._memory[name] = (buffer, address, num_bytes)
+            self.generation += 1
+        return address
 
     def zeros(self, num_bytes: int) -> int:
         """Return the address of num_bytes zeros."""
@@ -139,12 +145,12 @@ def thread_pool(num_threads: int | None = None) -> ThreadPool | None:
 
     Return None if this machine cannot run the kernels.
     """
-    kernels_module = kernels()
-    if kernels_module is None:
+    entry_points = kernels()
+    if entry_points is None:
         return None
     num_threads = num_threads or torch.get_num_threads()
     if num_threads not in _pools:
-        _pools[num_threads] = ThreadPool(kernels_module, num_threads)
+        _pools[num_threads] = ThreadPool(entry_points, num_threads)
     return _pools[num_threads]
 
 

@@ -13,9 +13,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from octavo.ops import MAX_STEPS
 from octavo.ops.cpu.jit import attention_jit, matmul_jit, thread_barrier
-from octavo.ops.cpu.jit.filtered_sampling_jit import keep_likely, sample_kept
+from octavo.ops.cpu.jit.filtered_sampling_jit import sample
 from octavo.ops.cpu.jit.llvm_intrinsics import (
     F8,
     F16,
@@ -33,7 +32,6 @@ from octavo.ops.cpu.jit.llvm_intrinsics import (
     float_field,
     inner,
     intrinsic,
-    kernel,
     load_f16,
     load_f32,
     load_i32,
@@ -51,7 +49,6 @@ from octavo.ops.cpu.jit.matmul_jit import (
     quantize_strips,
     row_bytes,
 )
-from octavo.ops.cpu.jit.sampling_jit import sample_token
 
 INT = types.int64
 FLOAT = types.float32
@@ -286,9 +283,11 @@ LAYERS, NUM_LAYERS, HIDDEN_SIZE, WIDTH, EPSILON, GELU, BATCH, LAST_NORM = range(
     MAX_DISTANCE,
     LAST_ROWS,
     NUM_LAST_ROWS,
+    DRAFT_HEAD,
+    STEP_RECORD,
     NUM_FIELDS,
-) = range(16, 32)
-PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE, SHIFT, ACTIVATE = range(7)
+) = range(16, 34)
+PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE, SHIFT, ACTIVATE, FOLLOW, DRAFT, STEP = range(10)
 ACTIVATE_BYTES = 4 * 4 * LANES  # the scratch memory of a thread for ACTIVATE
 
 # The record of a layer: the records of four weights, then these fields.
@@ -571,96 +570,101 @@ def attend(worker: int, batch: int, kv_cache: int, scales: int, window: int) -> 
 
 @inner
 def decode(worker: int, job: int) -> None:
-    num_rows = field(job, NUM_ROWS)
-    hidden_size = field(job, HIDDEN_SIZE)
-    intermediate_size = field(job, WIDTH)
-    delta = field(job, DELTA)
-    qkv = field(job, QKV)
-    attended = field(job, ATTENDED)
-    activated = field(job, ACTIVATED)
+    """Compute all layers of a decoder, and the norm behind them."""
     batch = field(job, BATCH)
-    gelu = field(job, GELU)
-    num_heads = field(batch, attention_jit.NUM_HEADS)
-    num_kv_heads = field(batch, attention_jit.NUM_KV_HEADS)
-    head_dim = field(batch, attention_jit.HEAD_DIM)
-    block_size = field(batch, attention_jit.BLOCK_SIZE)
-    layer_slots = 2 * num_kv_heads * block_size  # slots of a layer in a block
+    # Slots of a layer in a block.
+    layer_slots = (
+        2 * field(batch, attention_jit.NUM_KV_HEADS) * field(batch, attention_jit.BLOCK_SIZE)
+    )
+    slot_bytes = field(batch, attention_jit.HEAD_DIM) * SIZES[field(batch, attention_jit.STORAGE)]
     layer = field(job, LAYERS)
     post_norm = 0
     for layer_index in range(field(job, NUM_LAYERS)):
-        kv_cache = (
-            field(batch, attention_jit.KV_CACHE)
-            + layer_index * layer_slots * head_dim * SIZES[field(batch, attention_jit.STORAGE)]
-        )
+        kv_cache = field(batch, attention_jit.KV_CACHE) + layer_index * layer_slots * slot_bytes
         scales = field(batch, attention_jit.SCALES) + layer_index * layer_slots * 4
-        qkv_weight = layer
-        out_weight = layer + 8 * matmul_jit.NUM_FIELDS
-        gate_up_weight = layer + 16 * matmul_jit.NUM_FIELDS
-        down_weight = layer + 24 * matmul_jit.NUM_FIELDS
-        add_and_norm(
-            worker,
-            job,
-            post_norm,
-            field(layer, ATTN_NORM),
-            qkv_weight,
-            1 if layer_index == 0 else 0,
-        )
-        multiply(
-            worker, job, qkv_weight, num_rows, qkv, (num_heads + 2 * num_kv_heads) * head_dim, 0
-        )
-        rotate_and_store(worker, job, layer, kv_cache, scales)
-        attend(worker, batch, kv_cache, scales, field(layer, WINDOW))
-        quantize_rows(worker, job, attended, num_rows, out_weight)
-        multiply(worker, job, out_weight, num_rows, delta, hidden_size, 0)
-        add_and_norm(
-            worker, job, field(layer, POST_ATTN_NORM), field(layer, MLP_NORM), gate_up_weight, 0
-        )
-        multiply(worker, job, gate_up_weight, num_rows, activated, intermediate_size, 1 + gelu)
-        quantize_rows(worker, job, activated, num_rows, down_weight)
-        multiply(worker, job, down_weight, num_rows, delta, hidden_size, 0)
+        is_first = 1 if layer_index == 0 else 0
+        add_and_norm(worker, job, post_norm, field(layer, ATTN_NORM), layer, is_first)
+        attend_and_mlp(worker, job, layer, kv_cache, scales)
         post_norm = field(layer, POST_MLP_NORM)
         layer += 8 * NUM_LAYER_FIELDS
     last_norm(worker, job, post_norm)
 
 
 @inner
-def embed(worker: int, job: int) -> None:
-    """Dequantise rows of a weight to float32, times a factor.
+def attend_and_mlp(worker: int, job: int, layer: int, kv_cache: int, scales: int) -> None:
+    """Compute a layer after the input of its attention was quantised. DELTA then holds the result
+    of the MLP, which is not added to the hidden states yet."""
+    num_rows = field(job, NUM_ROWS)
+    hidden_size = field(job, HIDDEN_SIZE)
+    delta = field(job, DELTA)
+    attended = field(job, ATTENDED)
+    activated = field(job, ACTIVATED)
+    batch = field(job, BATCH)
+    qkv_weight = layer
+    out_weight = layer + 8 * matmul_jit.NUM_FIELDS
+    gate_up_weight = layer + 16 * matmul_jit.NUM_FIELDS
+    down_weight = layer + 24 * matmul_jit.NUM_FIELDS
+    num_all_heads = field(batch, attention_jit.NUM_HEADS) + 2 * field(
+        batch, attention_jit.NUM_KV_HEADS
+    )
+    qkv_size = num_all_heads * field(batch, attention_jit.HEAD_DIM)
+    multiply(worker, job, qkv_weight, num_rows, field(job, QKV), qkv_size, 0)
+    rotate_and_store(worker, job, layer, kv_cache, scales)
+    attend(worker, batch, kv_cache, scales, field(layer, WINDOW))
+    quantize_rows(worker, job, attended, num_rows, out_weight)
+    multiply(worker, job, out_weight, num_rows, delta, hidden_size, 0)
+    add_and_norm(
+        worker, job, field(layer, POST_ATTN_NORM), field(layer, MLP_NORM), gate_up_weight, 0
+    )
+    gated = 1 + field(job, GELU)
+    multiply(worker, job, gate_up_weight, num_rows, activated, field(job, WIDTH), gated)
+    quantize_rows(worker, job, activated, num_rows, down_weight)
+    multiply(worker, job, down_weight, num_rows, delta, hidden_size, 0)
+
+
+@inner
+def dequantize_row(weight: int, weight_row: int, output: int, factor: float) -> None:
+    """Write a row of a weight as float32, times a factor.
 
     The value is code * scale + least. Each step is rounded, as GGUF defines it.
     """
-    weight = field(job, WEIGHT)
-    num_tokens = field(job, NUM_ROWS)
-    output = field(job, OUTPUT)
     inputs = field(weight, matmul_jit.NUM_INPUTS)
     group_size = field(weight, matmul_jit.GROUP_SIZE)
     bits = field(weight, matmul_jit.BITS)
     padded_inputs = padded(inputs, group_size)
     least = field(weight, matmul_jit.LEAST)
     zero_point = 0 if least != 0 else 1 << (bits - 1)
+    block = weight_row // LANES
+    lane = weight_row % LANES
+    codes = field(weight, matmul_jit.CODES) + block * (padded_inputs * LANES * bits // 8)
+    info_index = block * (padded_inputs // group_size) * LANES + lane
+    for column in range(inputs):
+        quad = column // 4
+        if bits == 8:
+            code = load_u8(codes + (quad * LANES + lane) * 4 + column % 4)
+        else:
+            code = (
+                load_u8(codes + (quad // 2 * LANES + lane) * 4 + column % 4) >> (4 * (quad % 2))
+            ) & 15
+        info_offset = 2 * (info_index + column // group_size * LANES)
+        value = FLOAT(code - zero_point) * load_f16(field(weight, matmul_jit.SCALE) + info_offset)
+        if least != 0:
+            value += load_f16(least + info_offset)
+        store_f32(output + column * 4, value * factor)
+
+
+@inner
+def embed(worker: int, job: int) -> None:
+    """Dequantise the rows INDICES [NUM_ROWS] of a weight to OUTPUT, times FACTOR."""
+    weight = field(job, WEIGHT)
+    num_tokens = field(job, NUM_ROWS)
+    inputs = field(weight, matmul_jit.NUM_INPUTS)
     factor = float_field(job, FACTOR)
     token = thread_barrier.take_piece(worker, num_tokens)
     while token >= 0:
         weight_row = load_i64(field(job, INDICES) + 8 * token)
-        block = weight_row // LANES
-        lane = weight_row % LANES
-        codes = field(weight, matmul_jit.CODES) + block * (padded_inputs * LANES * bits // 8)
-        info_index = block * (padded_inputs // group_size) * LANES + lane
-        for column in range(inputs):
-            quad = column // 4
-            if bits == 8:
-                code = load_u8(codes + (quad * LANES + lane) * 4 + column % 4)
-            else:
-                code = (
-                    load_u8(codes + (quad // 2 * LANES + lane) * 4 + column % 4) >> (4 * (quad % 2))
-                ) & 15
-            info_offset = 2 * (info_index + column // group_size * LANES)
-            value = FLOAT(code - zero_point) * load_f16(
-                field(weight, matmul_jit.SCALE) + info_offset
-            )
-            if least != 0:
-                value += load_f16(least + info_offset)
-            store_f32(output + (token * inputs + column) * 4, value * factor)
+        output = field(job, OUTPUT) + token * inputs * 4
+        dequantize_row(weight, weight_row, output, factor)
         token = thread_barrier.take_piece(worker, num_tokens)
     thread_barrier.finish_phase(worker, num_tokens)
 
@@ -722,20 +726,18 @@ def choose(worker: int, job: int) -> None:
     while row >= 0:
         token_address = field(job, OUTPUT) + 8 * row
         temperature = load_f32(field(job, TEMPERATURE) + 4 * row)
-        noise_key = load_i64(field(job, INDICES) + 8 * row)
-        logits = field(job, INPUT) + 4 * row * vocab_size
-        top_p = load_f32(field(job, TOP_P) + 4 * row)
-        top_k = load_i32(field(job, TOP_K) + 4 * row)
-        max_distance = load_i32(field(job, MAX_DISTANCE) + 4 * row)
         if temperature != 0:
-            token = load_i64(token_address)
-            if top_p < 1 or top_k < vocab_size or max_distance < MAX_STEPS:
-                first, end = keep_likely(
-                    logits, vocab_size, token, temperature, top_k, top_p, max_distance, keys
-                )
-                token = sample_kept(logits, keys, first, end, noise_key, temperature)
-            else:
-                token = sample_token(logits, vocab_size, token, noise_key, temperature)
+            token = sample(
+                field(job, INPUT) + 4 * row * vocab_size,
+                vocab_size,
+                load_i64(token_address),
+                load_i64(field(job, INDICES) + 8 * row),
+                temperature,
+                load_i32(field(job, TOP_K) + 4 * row),
+                load_f32(field(job, TOP_P) + 4 * row),
+                load_i32(field(job, MAX_DISTANCE) + 4 * row),
+                keys,
+            )
             store_i64(token_address, token)
         row = thread_barrier.take_piece(worker, num_rows)
     thread_barrier.finish_phase(worker, num_rows)
@@ -772,60 +774,3 @@ def shift(worker: int, job: int) -> None:
             address += vector_size
         piece = thread_barrier.take_piece(worker, num_pieces)
     thread_barrier.finish_phase(worker, num_pieces)
-
-
-@inner
-def run_job(state: int, number: int) -> None:
-    """Do one thread's part of the job."""
-    worker = thread_barrier.init_worker(state, number)
-    job = field(state, thread_barrier.JOB)
-    job_kind = field(job, JOB_KIND)
-    weight = field(job, WEIGHT)
-    num_rows = field(job, NUM_ROWS)
-    if job_kind == PRODUCT:
-        quantize_rows(worker, job, field(job, INPUT), num_rows, weight)
-        multiply(
-            worker,
-            job,
-            weight,
-            num_rows,
-            field(job, OUTPUT),
-            field(weight, matmul_jit.NUM_OUTPUTS),
-            0,
-        )
-    elif job_kind == ATTENTION:
-        batch = field(job, BATCH)
-        kv_cache = field(batch, attention_jit.KV_CACHE)
-        scales = field(batch, attention_jit.SCALES)
-        attend(worker, batch, kv_cache, scales, field(job, ATTENTION_WINDOW))
-    elif job_kind == DECODER:
-        decode(worker, job)
-    elif job_kind == EMBED:
-        embed(worker, job)
-    elif job_kind == CHOOSE:
-        choose(worker, job)
-    elif job_kind == SHIFT:
-        shift(worker, job)
-    elif job_kind == ACTIVATE:
-        activate(worker, job)
-
-
-@kernel(NOTHING(INT))
-def run_leader(state: int) -> None:
-    """Start a job and do the calling thread's part. Return when all threads have left the job."""
-    thread_barrier.open_job(state)
-    run_job(state, 0)
-    thread_barrier.close_job(state)
-
-
-@kernel(NOTHING(INT, INT))
-def run_worker(state: int, number: int) -> None:
-    """Run jobs until the pool stops."""
-    last_job = 0
-    while True:
-        last_job = thread_barrier.wait_for_job(state, last_job)
-        if field(state, thread_barrier.STOP) != 0:
-            return
-        if thread_barrier.enter(state, last_job):
-            run_job(state, number)
-        thread_barrier.leave(state)

@@ -27,7 +27,7 @@ from octavo.ops.cpu.jit.llvm_intrinsics import (
     load_i64,
     store_i64,
 )
-from octavo.ops.cpu.jit.sampling_jit import score
+from octavo.ops.cpu.jit.sampling_jit import sample_token, score
 
 INT = types.int64
 FLOAT = types.float32
@@ -215,3 +215,25 @@ def sample_kept(
             best = token_score
             chosen = token
     return chosen
+
+
+@inner
+def sample(
+    logits: int,
+    vocabulary: int,
+    most_likely: int,
+    noise_key: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    max_distance: int,
+    keys: int,
+) -> int:
+    """Sample a token from logits [vocabulary]. The logit of `most_likely` is the largest, and
+    `keys` is memory for as many int64."""
+    if top_p < 1 or top_k < vocabulary or max_distance < MAX_STEPS:
+        first, end = keep_likely(
+            logits, vocabulary, most_likely, temperature, top_k, top_p, max_distance, keys
+        )
+        return sample_kept(logits, keys, first, end, noise_key, temperature)
+    return sample_token(logits, vocabulary, most_likely, noise_key, temperature)

@@ -507,6 +507,11 @@ def load_i32(emitter: Emitter, address: Value) -> Value:
     return Value(emitter, emitter.builder.sext(emitter.load(address, i32).llvm, i64))
 
 
+@intrinsic(VOID, POINTER, types.int64)
+def store_i32(emitter: Emitter, address: Value, value: Value) -> None:
+    emitter.store(Value(emitter, emitter.builder.trunc(value.llvm, i32)), address)
+
+
 @intrinsic(FLOAT, POINTER)
 def load_f16(emitter: Emitter, address: Value) -> Value:
     return emitter.to_float(emitter.load(address, f16))

@@ -30,6 +30,35 @@ INT = types.int64
 FLOAT = types.float32
 
 
+def mask_of_candidates(
+    emitter: Emitter,
+    logits: Value,
+    tokens: Value,
+    noise_key: Value,
+    temperature: Value,
+    best: Value,
+) -> Value:
+    """Return a bit for each of LANES tokens, with logits at this address: whether it may beat
+    `best`."""
+
+    def hash_lanes(bits: Value) -> Value:
+        bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+        bits = (bits ^ (bits >> 15)) * (0x846CA68B - 2**32)
+        return bits ^ (bits >> 16)
+
+    key = Value(emitter, emitter.builder.trunc(noise_key.llvm, INTS.element))
+    token_bits = hash_lanes(hash_lanes(tokens) ^ emitter.splat(key))
+    uniform = Value(emitter, emitter.builder.uitofp(token_bits.llvm, FLOATS)) * 2.0**-32
+    bound = emitter.exp(
+        emitter.load(logits, FLOATS) / emitter.splat(temperature) - emitter.splat(best)
+    )
+    # The bound is increased a little, because exp and the division are rounded.
+    mask = uniform.compare("<", bound * 1.00001).llvm
+    return Value(
+        emitter, emitter.builder.zext(emitter.builder.bitcast(mask, ir.IntType(LANES)), i64)
+    )
+
+
 @intrinsic(INT, POINTER, INT, INT, FLOAT, FLOAT)
 def candidates(
     emitter: Emitter,
@@ -40,28 +69,65 @@ def candidates(
     best: Value,
 ) -> Value:
     """Return a bit for each of LANES tokens from first_token on: whether it may beat `best`."""
+    first = Value(emitter, emitter.builder.trunc(first_token.llvm, INTS.element))
+    tokens = emitter.lane_numbers() + emitter.splat(first)
+    return mask_of_candidates(emitter, logits, tokens, noise_key, temperature, best)
 
-    def hash_lanes(bits: Value) -> Value:
-        bits = (bits ^ (bits >> 16)) * 0x7FEB352D
-        bits = (bits ^ (bits >> 15)) * (0x846CA68B - 2**32)
-        return bits ^ (bits >> 16)
 
-    tokens = emitter.lane_numbers() + emitter.splat(
-        Value(emitter, emitter.builder.trunc(first_token.llvm, INTS.element))
-    )
-    token_bits = hash_lanes(
-        hash_lanes(tokens)
-        ^ emitter.splat(Value(emitter, emitter.builder.trunc(noise_key.llvm, INTS.element)))
-    )
-    uniform = Value(emitter, emitter.builder.uitofp(token_bits.llvm, FLOATS)) * 2.0**-32
-    bound = emitter.exp(
-        emitter.load(logits, FLOATS) / emitter.splat(temperature) - emitter.splat(best)
-    )
-    # The bound is increased a little, because exp and the division are rounded.
-    mask = uniform.compare("<", bound * 1.00001).llvm
-    return Value(
-        emitter, emitter.builder.zext(emitter.builder.bitcast(mask, ir.IntType(LANES)), i64)
-    )
+@intrinsic(FLOAT, POINTER, INT)
+def largest_of(emitter: Emitter, logits: Value, vectors: Value) -> Value:
+    """Return the largest of LANES * vectors logits, or NaN if there is one."""
+    largest = emitter.variable(emitter.constant(FLOATS, -math.inf))
+    # NaN minus itself is NaN, and so is infinity minus itself: only NaN is wanted.
+    broken = emitter.variable(emitter.constant(FLOATS, 0.0))
+    with emitter.loop(vectors) as index:
+        vector = emitter.load(logits + index * (4 * LANES), FLOATS)
+        is_nan = Value(emitter, emitter.builder.fcmp_unordered("uno", vector.llvm, vector.llvm))
+        broken.set(emitter.select(is_nan, vector, broken.get()))
+        largest.set(emitter.maximum(largest.get(), vector))
+    return emitter.largest(largest.get()) + emitter.total(broken.get())
+
+
+@intrinsic(INT, POINTER, FLOAT)
+def lanes_equal(emitter: Emitter, logits: Value, wanted: Value) -> Value:
+    """Return a bit for each of LANES logits: whether it has this value."""
+    mask = emitter.load(logits, FLOATS).compare("==", emitter.splat(wanted)).llvm
+    bits = emitter.builder.bitcast(mask, ir.IntType(LANES))
+    return Value(emitter, emitter.builder.zext(bits, i64))
+
+
+@inner
+def likeliest_token(logits: int, vocabulary: int) -> int:
+    """Return the first token with the largest logit, or -1 if there is a NaN or the largest logit
+    is not finite."""
+    vectors = vocabulary // LANES
+    largest = largest_of(logits, vectors)
+    for token in range(vectors * LANES, vocabulary):
+        logit = load_f32(logits + 4 * token)
+        if logit > largest or logit != logit:
+            largest = logit
+    if not math.isfinite(largest):
+        return -1
+    first = 0
+    while first < vectors * LANES:
+        mask = lanes_equal(logits + 4 * first, largest)
+        if mask != 0:
+            while mask & 1 == 0:
+                mask >>= 1
+                first += 1
+            return first
+        first += LANES
+    while load_f32(logits + 4 * first) != largest:
+        first += 1
+    return first
+
+
+@inner
+def noise_key_of(seed_low: int, seed_high: int, position: int) -> int:
+    """Return the key of the noise at a position, as noise_key() of the reference."""
+    key = hash_bits(position & 0xFFFFFFFF)
+    key = hash_bits((seed_high & 0xFFFFFFFF) ^ key)
+    return hash_bits((seed_low & 0xFFFFFFFF) ^ key)
 
 
 @inner
