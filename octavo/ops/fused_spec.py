@@ -80,26 +80,48 @@ class DraftHeadSpec:
     norms_residual: bool  # the residual is the hidden state after its norm
 
 
-class DraftChains(NamedTuple):
-    """Sequences that a draft head drafts for, S of them."""
+class SlotMemory(NamedTuple):
+    """The memory of the batch slots: columns of one table, with a row for each slot. All numbers
+    have 32 bits."""
 
-    slots: Tensor  # [S] batch slots (int32)
-    lengths: Tensor  # [S] positions that the head has computed (int32)
-    counts: list[int]  # drafts wanted for each
-    tokens: Tensor  # [slots, positions] the tokens of all batch slots (int32)
+    tokens: Tensor  # [slots, positions]
+    computed: Tensor  # [slots] positions whose KV is computed
+    dropped: Tensor  # [slots] positions of the text that are not in the cache
     block_table: Tensor  # [slots, W]
     sampling: SamplingColumns
-    max_len: int  # no draft is behind this position
 
 
 class FusedDraftHead(Protocol):
+    """`outputs` [slots, hidden] are the head's outputs behind the last token of each slot, from
+    which drafts are continued. kv_cache is [N, 2, Hk, B, D]."""
+
     def compute(self, hidden: Tensor, batch: ForwardBatch, kv_cache: KV) -> Tensor:
         """Compute the layer, as DraftHead.compute does."""
         ...
 
-    def draft(self, hidden: Tensor, chains: DraftChains, kv_cache: KV) -> None:
-        """Write drafts into chains.tokens. hidden [S, hidden] is the head's output before the first
-        draft, and is overwritten. kv_cache is [N, 2, Hk, B, D]."""
+    def follow(
+        self,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        memory: SlotMemory,
+        outputs: Tensor,
+        kv_cache: KV,
+    ) -> None:
+        """Compute the layer behind a step that decodes, and update `outputs`. hidden [R, hidden] is
+        overwritten."""
+        ...
+
+    def draft(
+        self,
+        slots: Tensor,
+        counts: list[int],
+        memory: SlotMemory,
+        outputs: Tensor,
+        kv_cache: KV,
+        max_len: int,
+    ) -> None:
+        """Write so many drafts behind the known tokens of each of these slots [S] (int32). No draft
+        is behind position max_len."""
         ...
 
 
@@ -116,19 +138,12 @@ class StepSpec:
 
 
 class StepRows(NamedTuple):
-    """The rows of a step that decodes, R of them, and the memory of the batch slots.
-
-    Each row is one token of a slot, `offsets` behind the last computed position. The tensors of
-    slots are columns of one table (int32, or float32 of the same size), with a row for each slot.
-    """
+    """The rows of a step that decodes, R of them. Each row is one token of a slot, `offsets` behind
+    the last computed position."""
 
     slots: Tensor  # [R] int32
     offsets: Tensor  # [R] int32: 0, 1, 2... for the rows of one slot, which are neighbours
-    tokens: Tensor  # [slots, positions]
-    computed: Tensor  # [slots] positions whose KV is computed
-    dropped: Tensor  # [slots] positions of the text that are not in the cache
-    block_table: Tensor  # [slots, W]
-    sampling: SamplingColumns
+    memory: SlotMemory
     max_len: int  # no row is at or behind this position
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import STEPS_PER_TEMPERATURE, SamplingColumns
+from octavo.ops.fused_spec import SlotMemory
 from octavo.runner.transfer import Upload
 from octavo.types import NewSlot, Plan
 
@@ -143,6 +144,13 @@ class BatchSlots:
             seed_low=self.ints[:, IntColumn.SEED_LOW],
             seed_high=self.ints[:, IntColumn.SEED_HIGH],
         )
+        self.memory = SlotMemory(
+            tokens=self.tokens,
+            computed=self.computed,
+            dropped=self.ints[:, IntColumn.DROPPED_TOKENS],
+            block_table=self.block_table,
+            sampling=self.sampling,
+        )
         # What each slot was filled with last.
         self.new_slots: list[NewSlot | None] = [None] * num_slots
         self.special_slots: set[int] = set()  # is_special() of their NewSlot
@@ -150,6 +158,10 @@ class BatchSlots:
     def table_index(self, slot: int, logical_block: int) -> int:
         """Return the index into `flat` of an entry of a slot's block table."""
         return slot * self.columns + self._table_at + logical_block
+
+    def token_index(self, slot: int, position: int) -> int:
+        """Return the index into `flat` of a token."""
+        return slot * self.columns + self._tokens_at + position
 
     def stage(self, plan: Plan, upload: Upload) -> tuple[slice, slice]:
         """Add the plan's changes to the step's upload. Returns the slices of the indices into
@@ -184,7 +196,7 @@ class BatchSlots:
                 single_values.append(block)
         for index, drafts in plan.drafts.items():
             item = plan.items[index]
-            first = item.slot * self.columns + self._tokens_at + item.max_kv_len - len(drafts)
+            first = self.token_index(item.slot, item.max_kv_len - len(drafts))
             single_indices.extend(range(first, first + len(drafts)))
             single_values.extend(drafts)
         if not runs:

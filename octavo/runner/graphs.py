@@ -43,8 +43,8 @@ from octavo.runner.shapes import (
     verify_shapes,
 )
 from octavo.runner.verification import (
+    changes_slots,
     compute_rows,
-    is_plain_decode,
     keep_rows,
     lay_out_drafts,
 )
@@ -109,7 +109,11 @@ class StepGraphs:
     # ---- decode ----------------------------------------------------------------------------------
 
     def is_decode(self, plan: Plan) -> bool:
-        return is_plain_decode(plan)
+        """Return whether a step only decodes: one token per item, no new slots, copies or loads.
+        Stores run before it."""
+        if changes_slots(plan):
+            return False
+        return all(item.num_tokens == 1 and item.sample for item in plan.items)
 
     def replay_decode(self, plan: Plan) -> ForwardResult:
         """Launch a decode step."""

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from octavo.model.draft_head import DraftHead
 from octavo.ops import ForwardBatch
-from octavo.ops.fused_spec import DraftChains, FusedDraftHead
 from octavo.runner.batch import ForwardResult, last_tokens, one_token_each
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.drafter import Observed
@@ -49,6 +48,16 @@ class HeadDrafter:
 
     def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
         batch = step.batch
+        is_decode = all(span.num == 1 for span in batch.spans)
+        if self.head.fused is not None and is_decode and self.head.fc is None:
+            self.head.fused.follow(
+                hidden=step.hidden,
+                batch=batch,
+                memory=batch_slots.memory,
+                outputs=self.outputs,
+                kv_cache=self.kv.view[:, 0],
+            )
+            return
         hidden = step.hidden if batch.captured is None else batch.captured
         output = self.head.compute(
             self._following_tokens(batch, batch_slots),
@@ -62,7 +71,16 @@ class HeadDrafter:
 
     def draft(self, passes: Sequence[Tensor], max_len: int, batch_slots: BatchSlots) -> None:
         if self.head.fused is not None:
-            self._draft_chains(self.head.fused, passes, max_len, batch_slots)
+            counts = Counter(slot for slots in passes for slot in slots.tolist())
+            slots = torch.tensor(list(counts), dtype=torch.int32)
+            self.head.fused.draft(
+                slots=slots,
+                counts=list(counts.values()),
+                memory=batch_slots.memory,
+                outputs=self.outputs,
+                kv_cache=self.kv.view[:, 0],
+                max_len=max_len,
+            )
             return
         for index, slots in enumerate(passes):
             rows = slots.long()
@@ -77,27 +95,6 @@ class HeadDrafter:
                 self.outputs[rows] = output
             logits = self._target_logits(output)
             choose(ForwardResult(slots, logits, lengths + 1), batch_slots, self.head.ops)
-
-    def _draft_chains(
-        self,
-        fused: FusedDraftHead,
-        passes: Sequence[Tensor],
-        max_len: int,
-        batch_slots: BatchSlots,
-    ) -> None:
-        """Draft all tokens of a step in one call."""
-        slots = passes[0]
-        counts = Counter(slot for drafting in passes for slot in drafting.tolist())
-        chains = DraftChains(
-            slots=slots,
-            lengths=batch_slots.computed[slots.long()],
-            counts=[counts[slot] for slot in slots.tolist()],
-            tokens=batch_slots.tokens,
-            block_table=batch_slots.block_table,
-            sampling=batch_slots.sampling,
-            max_len=max_len,
-        )
-        fused.draft(self.outputs[slots.long()], chains, self.kv.view[:, 0])
 
     def _following_tokens(self, batch: ForwardBatch, batch_slots: BatchSlots) -> ForwardBatch:
         """Return the target's batch with the token after each position."""

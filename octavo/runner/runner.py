@@ -38,7 +38,12 @@ from octavo.runner.shapes import GraphShape, RunnerLimits
 from octavo.runner.staging import StepTimer
 from octavo.runner.tier_store import TierStore
 from octavo.runner.transfer import Download, Upload, copy_async
-from octavo.runner.verification import compute_rows, keep_rows, lay_out_rows
+from octavo.runner.verification import (
+    compute_rows,
+    keep_rows,
+    lay_out_rows,
+    slots_to_draft,
+)
 from octavo.types import Item, Plan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -178,13 +183,14 @@ class Runner:
         self.drafter = drafter
         self.logits_pipeline = LogitsPipeline()
         # Steps that run in one call: as CUDA graphs, or as jobs of a CPU.
-        self.graphs: StepGraphs | CpuSteps | None = None
+        self.graphs: StepGraphs | None = None
+        self.cpu_steps: CpuSteps | None = None
         if use_graphs and self.device.type == "cuda":
             from octavo.runner.graphs import StepGraphs
 
             self.graphs = StepGraphs(model, kv, self.batch_slots, limits, drafter)
         elif use_graphs and (step := model.fuse_step()) is not None:
-            self.graphs = CpuSteps(step, kv, self.batch_slots, drafter)
+            self.cpu_steps = CpuSteps(step, kv, self.batch_slots, drafter)
 
     def capture(self) -> None:
         """Capture every graph now. Otherwise each is captured when it is first needed."""
@@ -232,17 +238,14 @@ class Runner:
         return handle
 
     def _launch_step(self, plan: Plan, timer: StepTimer | None = None) -> StepHandle:
-        """Launch everything of a step but its stores. Three ways: a decode graph, a mixed graph, or
-        the kernels one by one."""
+        """Launch everything of a step but its stores: as a decode graph, a mixed graph or a job of
+        a CPU, or kernel by kernel."""
         self.logits_pipeline.add(plan.new_slots)
         watched: list[int] = []
         if self.batch_slots.is_bounded:
             watched = [index for index, item in enumerate(plan.items) if item.wants_attention_mass]
-        if self.graphs is not None and not watched and self.graphs.is_decode(plan):
-            if timer is not None:
-                timer.mark()
-            forward = self.graphs.replay_decode(plan)
-            return self._sample(plan, list(range(len(plan.items))), forward, [])
+        if not watched and (handle := self._launch_decode(plan, timer)) is not None:
+            return handle
         upload = Upload()
         staged = self._stage(plan, watched, upload)
         sent = upload.send(self.device)
@@ -255,8 +258,27 @@ class Runner:
             return self._verify(plan, staged, sent)
         return self._run_eagerly(plan, staged, sent)
 
+    def _launch_decode(self, plan: Plan, timer: StepTimer | None) -> StepHandle | None:
+        """Launch a step that only decodes as a decode graph or as a job of a CPU, if it can be
+        one."""
+        steps: StepGraphs | CpuSteps | None = self.graphs or self.cpu_steps
+        if (
+            steps is None
+            or not steps.is_decode(plan)
+            or (plan.num_drafts and self._is_special(plan))
+        ):
+            return None
+        if timer is not None:
+            timer.mark()
+        forward = steps.replay_decode(plan)
+        if not plan.num_drafts:
+            return self._sample(plan, list(range(len(plan.items))), forward, [])
+        assert forward.tokens is not None
+        assert forward.kept is not None
+        return StepHandle(plan.items, Download(forward.tokens), kept=Download(forward.kept))
+
     def _replay(
-        self, plan: Plan, staged: StagedStep, layout: Tensor, graphs: StepGraphs | CpuSteps
+        self, plan: Plan, staged: StagedStep, layout: Tensor, graphs: StepGraphs
     ) -> StepHandle:
         """Launch the graph of a mixed step, or of a step that verifies drafts."""
         assert staged.shape is not None
@@ -303,15 +325,18 @@ class Runner:
             draft_slots=[upload.ints(slots) for slots in drafting],
         )
 
-    def _find_shape(self, plan: Plan, graphs: StepGraphs | CpuSteps) -> GraphShape | None:
+    def _find_shape(self, plan: Plan, graphs: StepGraphs) -> GraphShape | None:
         """Return the graph to replay, if there is one. Drafts of a sequence that is sampled with
         more than a temperature are verified without a graph."""
         if not plan.num_drafts:
             return graphs.find_mixed_shape(plan.items)
-        slots = [item.slot for item in plan.items]
-        if plan.token_masks or not self.batch_slots.special_slots.isdisjoint(slots):
-            return None
-        return graphs.find_verify_shape(plan)
+        return None if self._is_special(plan) else graphs.find_verify_shape(plan)
+
+    def _is_special(self, plan: Plan) -> bool:
+        """Return whether sampling needs more than Ops.choose."""
+        if plan.token_masks or self.logits_pipeline.processors:
+            return True
+        return not self.batch_slots.special_slots.isdisjoint(item.slot for item in plan.items)
 
     def _apply(self, plan: Plan, staged: StagedStep, sent: Tensor, timer: StepTimer | None) -> None:
         """Update blocks and slots before the forward pass, in the order of the plan's fields, and
@@ -524,19 +549,6 @@ def pool(hidden: Tensor, span: Span, pooling: str | None) -> Tensor:
         states = states[-1]
     states = states.float()
     return states.sum(0) if pooling == "mean" else states
-
-
-def slots_to_draft(plan: Plan) -> list[list[int]]:
-    """Return for each pass of the device's drafter the slots that need one more draft."""
-    drafting = [
-        item
-        for index, item in enumerate(plan.items)
-        if item.num_drafts and index not in plan.drafts
-    ]
-    num_passes = max((item.num_drafts for item in drafting), default=0)
-    return [
-        [item.slot for item in drafting if item.num_drafts > index] for index in range(num_passes)
-    ]
 
 
 def number_repeats(items: list[int]) -> Iterator[tuple[int, int]]:

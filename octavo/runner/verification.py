@@ -66,12 +66,23 @@ def lay_out_drafts(
     return np.concatenate([drafting.ravel(), padded_slots, np.pad(offsets, (0, num_padding))])
 
 
-def is_plain_decode(plan: Plan) -> bool:
-    """Return whether a step only decodes: one token per item, no new slots, copies or loads.
-    Stores run before it."""
-    if not plan.items or plan.new_slots or plan.copies or plan.loads:
-        return False
-    return all(item.num_tokens == 1 and item.sample for item in plan.items)
+def changes_slots(plan: Plan) -> bool:
+    """Return whether a plan does more before its items than to append blocks. Stores do not
+    count."""
+    return bool(not plan.items or plan.new_slots or plan.copies or plan.loads or plan.shifts)
+
+
+def slots_to_draft(plan: Plan) -> list[list[int]]:
+    """Return for each pass of the device's drafter the slots that need one more draft."""
+    drafting = [
+        item
+        for index, item in enumerate(plan.items)
+        if item.num_drafts and index not in plan.drafts
+    ]
+    num_passes = max((item.num_drafts for item in drafting), default=0)
+    return [
+        [item.slot for item in drafting if item.num_drafts > index] for index in range(num_passes)
+    ]
 
 
 def compute_rows(

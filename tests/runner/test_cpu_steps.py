@@ -34,8 +34,8 @@ def run(llm: LLM, **sampling: Any) -> list[Any]:
 def compare(options: dict[str, Any], *samplings: dict[str, Any], architecture: str = "qwen3") -> LLM:
     fused = make(architecture, **options)
     eager = make(architecture, enforce_eager=True, **options)
-    assert isinstance(fused.runner.graphs, CpuSteps)
-    assert eager.runner.graphs is None
+    assert isinstance(fused.runner.cpu_steps, CpuSteps)
+    assert eager.runner.cpu_steps is None
     for sampling in samplings:
         assert run(fused, **sampling) == run(eager, **sampling), sampling
     return fused

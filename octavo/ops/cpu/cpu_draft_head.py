@@ -1,16 +1,35 @@
 """A draft head as jobs of the CPU kernels (jit/draft_jit.py): one job for each step of the target,
-and one for all drafts of a step."""
+and one for all drafts of a step. Records are prepared once for each number of rows."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.ops import ForwardBatch, Span
-from octavo.ops.cpu.cpu_decoder import FusedDecoder, Record, attention_record
-from octavo.ops.fused_spec import DraftChains, DraftHeadSpec
+from octavo.ops.cpu.cpu_decoder import (
+    FusedDecoder,
+    Record,
+    address,
+    attention_record,
+    split_context,
+)
+from octavo.ops.fused_spec import DraftHeadSpec, SlotMemory
 from octavo.ops.kv import KV
+
+
+class Chains(NamedTuple):
+    """What all chains with some number of rows share."""
+
+    hidden: Tensor  # [rows, hidden]
+    output: Tensor  # [rows, hidden]
+    batch: ForwardBatch  # its positions, places and lengths are written by the kernel
+    attention: Record
+    head: Record
+    job: Record
 
 
 class CpuDraftHead:
@@ -20,41 +39,88 @@ class CpuDraftHead:
         self.pool = decoder.pool
         self.token_ids = spec.token_ids.int()
         self.hidden = decoder.hidden
-        self.vocab_size = spec.decoder.head.shape[0]
-        head_row = self.pool.kernels.row_bytes.py_func(
-            spec.decoder.head.shape[1], spec.decoder.head.group_size
-        )
-        decoder.row_bytes = max(decoder.row_bytes, head_row)
+        head = spec.decoder.head
+        self.vocab_size = head.shape[0]
+        row_bytes = self.pool.kernels.row_bytes.py_func(head.shape[1], head.group_size)
+        decoder.row_bytes = max(decoder.row_bytes, row_bytes)
+        self._chains: dict[int, Chains] = {}
+        self._generation = -1  # of the pool's memory that the records refer to
 
     def compute(self, hidden: Tensor, batch: ForwardBatch, kv_cache: KV) -> Tensor:
-        """Compute the layer for the rows of the target's step, as DraftHead.compute does."""
+        """Compute the layer, as DraftHead.compute does."""
         hidden = hidden.contiguous()
-        output = torch.empty(
-            len(hidden) if batch.last is None else len(batch.logit_indices), self.hidden
-        )
-        kernels = self.pool.kernels
-        fields = self.pool.entry_points.draft_jit
         with self.pool.lock:
-            job, head = self._job(hidden, batch, kv_cache, output)
-            job[kernels.JOB_KIND] = kernels.FOLLOW
-            head[fields.IDS] = batch.ids.data_ptr()
-            self.pool.run(job, fields.num_phases(0))
+            self._follow(hidden, batch, kv_cache, self._head_record(len(hidden), batch.ids))
         return hidden if batch.last is None else hidden[batch.logit_indices]
 
-    def draft(self, hidden: Tensor, chains: DraftChains, kv_cache: KV) -> None:
-        """Draft, as FusedDraftHead.draft."""
-        num_rows = len(hidden)
-        num_passes = max(chains.counts)
+    def follow(
+        self,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        memory: SlotMemory,
+        outputs: Tensor,
+        kv_cache: KV,
+    ) -> None:
+        """Follow a step that decodes, as FusedDraftHead.follow."""
+        with self.pool.lock:
+            head = self._head_record(len(hidden))
+            self._add_slots(head, memory, outputs)
+            self._follow(hidden, batch, kv_cache, head)
+
+    def _follow(self, hidden: Tensor, batch: ForwardBatch, kv_cache: KV, head: Record) -> None:
         kernels = self.pool.kernels
-        fields = self.pool.entry_points.draft_jit
-        counts = np.array(chains.counts, dtype=np.int64)
-        lengths = chains.lengths.long()
-        rows = chains.slots.long()
-        temperatures = chains.sampling.temperature[rows]
-        seeds_low = chains.sampling.seed_low[rows]
-        seeds_high = chains.sampling.seed_high[rows]
+        num_rows = len(hidden) if batch.last is None else len(batch.logit_indices)
         output = torch.empty(num_rows, self.hidden)
-        # The kernel writes the positions, the places in the cache and the lengths of each pass.
+        attention = self._attention(batch, kv_cache)
+        job = self.decoder.fill_job(hidden, batch, attention, output)
+        job[kernels.JOB_KIND] = kernels.FOLLOW
+        job[kernels.DRAFT_HEAD] = head.ctypes.data
+        self.pool.run(job, self.pool.entry_points.draft_jit.num_phases(0))
+
+    def draft(
+        self,
+        slots: Tensor,
+        counts: list[int],
+        memory: SlotMemory,
+        outputs: Tensor,
+        kv_cache: KV,
+        max_len: int,
+    ) -> None:
+        """Draft, as FusedDraftHead.draft."""
+        num_passes = max(counts)
+        wanted = np.array(counts, dtype=np.int64)
+        fields = self.pool.entry_points.draft_jit
+        with self.pool.lock:
+            chains = self._prepare(slots, memory, outputs, kv_cache)
+            chains.attention[self.pool.kernels.attention_jit.TABLE_ROWS] = slots.data_ptr()
+            split_context(self.pool, chains.attention, max_len)
+            chains.head[fields.NUM_PASSES] = num_passes
+            chains.head[fields.COUNTS] = wanted.ctypes.data
+            self.pool.run(chains.job, fields.num_phases(num_passes))
+
+    # ---- records ---------------------------------------------------------------------------------
+
+    def _prepare(self, slots: Tensor, memory: SlotMemory, outputs: Tensor, kv_cache: KV) -> Chains:
+        """Return the records of chains with this number of rows. All chains of an engine have the
+        same slots and the same cache."""
+        num_rows = len(slots)
+        if self._generation != self.pool.generation:
+            self._chains.clear()
+        if num_rows not in self._chains:
+            self._chains[num_rows] = self._new_chains(slots, memory, outputs, kv_cache)
+            # Preparing may have moved the memory of other records.
+            if self._generation != self.pool.generation:
+                self._generation = self.pool.generation
+                self._chains = {num_rows: self._new_chains(slots, memory, outputs, kv_cache)}
+        return self._chains[num_rows]
+
+    def _new_chains(
+        self, slots: Tensor, memory: SlotMemory, outputs: Tensor, kv_cache: KV
+    ) -> Chains:
+        num_rows = len(slots)
+        kernels = self.pool.kernels
+        hidden = torch.empty(num_rows, self.hidden)
+        output = torch.empty(num_rows, self.hidden)
         places = torch.empty(2, num_rows, dtype=torch.int64)
         batch = ForwardBatch(
             ids=places[0],
@@ -62,45 +128,49 @@ class CpuDraftHead:
             kv_indices=places[1],
             query_start=torch.arange(num_rows + 1, dtype=torch.int32),
             seq_lens=torch.empty(num_rows, dtype=torch.int32),
-            block_table=chains.block_table,
-            slots=chains.slots,
+            block_table=memory.block_table,
+            slots=slots,
             logit_indices=places[0],
-            spans=[Span(index, 1, chains.max_len) for index in range(num_rows)],
+            spans=[Span(index, 1, 1) for index in range(num_rows)],
         )
-        with self.pool.lock:
-            job, head = self._job(hidden, batch, kv_cache, output)
-            job[kernels.JOB_KIND] = kernels.DRAFT
-            head[fields.LOGITS] = self.pool.memory("draft logits", num_rows * self.vocab_size * 4)
-            head[fields.NUM_PASSES] = num_passes
-            head[fields.COUNTS] = counts.ctypes.data
-            head[fields.LENGTHS] = lengths.data_ptr()
-            head[fields.TOKENS] = chains.tokens.data_ptr()
-            head[fields.TOKENS_STRIDE] = chains.tokens.stride(0)
-            head[fields.TEMPERATURES] = temperatures.data_ptr()
-            head[fields.SEEDS_LOW] = seeds_low.data_ptr()
-            head[fields.SEEDS_HIGH] = seeds_high.data_ptr()
-            self.pool.run(job, fields.num_phases(num_passes))
+        attention = self._attention(batch, kv_cache)
+        job = self.decoder.fill_job(hidden, batch, attention, output)
+        head = self._head_record(num_rows)
+        self._add_slots(head, memory, outputs)
+        logits = self.pool.memory("draft logits", num_rows * self.vocab_size * 4)
+        head[self.pool.entry_points.draft_jit.LOGITS] = logits
+        job[kernels.JOB_KIND] = kernels.DRAFT
+        job[kernels.DRAFT_HEAD] = head.ctypes.data
+        return Chains(hidden, output, batch, attention, head, job)
 
-    def _job(
-        self, hidden: Tensor, batch: ForwardBatch, kv_cache: KV, output: Tensor
-    ) -> tuple[Record, Record]:
-        """Return a job for these rows, and the record of the head that it refers to."""
-        spec = self.spec
-        decoder = spec.decoder
-        kernels = self.pool.kernels
-        fields = self.pool.entry_points.draft_jit
-        attention = attention_record(
+    def _attention(self, batch: ForwardBatch, kv_cache: KV) -> Record:
+        decoder = self.spec.decoder
+        return attention_record(
             self.pool, batch, decoder.num_heads, kv_cache[:, None], decoder.scale
         )
-        job = self.decoder.fill_job(hidden, batch, attention, output)
+
+    def _head_record(self, num_rows: int, ids: Tensor | None = None) -> Record:
+        """Return the record of the head. `ids` are the tokens behind the rows; without them, the
+        tokens are in the slots of the rows."""
+        spec = self.spec
+        fields = self.pool.entry_points.draft_jit
         head: Record = np.zeros(fields.NUM_HEAD_FIELDS, dtype=np.int64)
         head[fields.EMBEDDING] = spec.embedding.record.ctypes.data
-        head[fields.HEAD] = decoder.head.record.ctypes.data
-        head[fields.TOKEN_NORM] = decoder.layers[0].attn_norm.data_ptr()
+        head[fields.HEAD] = spec.decoder.head.record.ctypes.data
+        head[fields.TOKEN_NORM] = spec.decoder.layers[0].attn_norm.data_ptr()
         head[fields.HIDDEN_NORM] = spec.hidden_norm.data_ptr()
         head[fields.NORMS_RESIDUAL] = int(spec.norms_residual)
-        head[fields.JOINED] = self.pool.memory("joined", len(hidden) * 2 * self.hidden * 4)
+        head[fields.JOINED] = self.pool.memory("joined", num_rows * 2 * self.hidden * 4)
         head[fields.TOKEN_IDS] = self.token_ids.data_ptr()
-        job[kernels.DRAFT_HEAD] = head.ctypes.data
-        self._alive = (attention, head)  # the job refers to their memory
-        return job, head
+        head[fields.IDS] = address(ids)
+        return head
+
+    def _add_slots(self, head: Record, memory: SlotMemory, outputs: Tensor) -> None:
+        fields = self.pool.entry_points.draft_jit
+        head[fields.OUTPUTS] = outputs.data_ptr()
+        head[fields.SLOT_STRIDE] = memory.tokens.stride(0)
+        head[fields.TOKENS] = memory.tokens.data_ptr()
+        head[fields.COMPUTED] = memory.computed.data_ptr()
+        head[fields.TEMPERATURE] = memory.sampling.temperature.data_ptr()
+        head[fields.SEED_LOW] = memory.sampling.seed_low.data_ptr()
+        head[fields.SEED_HIGH] = memory.sampling.seed_high.data_ptr()

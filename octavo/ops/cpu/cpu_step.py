@@ -110,7 +110,7 @@ class CpuStep:
             kv_indices=buffers.kv_indices[:num_rows],
             query_start=buffers.query_start[: num_rows + 1],
             seq_lens=buffers.seq_lens[:num_rows],
-            block_table=rows.block_table,
+            block_table=rows.memory.block_table,
             slots=rows.slots,
             logit_indices=buffers.ids[:num_rows],  # unused: every token has logits
             spans=[Span(index, 1, rows.max_len) for index in range(num_rows)],
@@ -129,15 +129,16 @@ class CpuStep:
         step[fields.EMBEDDING] = self.spec.embedding.record.ctypes.data
         write_float(step, fields.EMBEDDING_SCALE, self.spec.embedding_scale)
         step[fields.HEAD] = self.head.record.ctypes.data
-        step[fields.SLOT_STRIDE] = rows.tokens.stride(0)
-        sampling = rows.sampling
+        memory = rows.memory
+        sampling = memory.sampling
+        step[fields.SLOT_STRIDE] = memory.tokens.stride(0)
         addresses: dict[int, Tensor] = {
             fields.IDS: self.buffers.ids,
             fields.LOGITS: self.buffers.logits,
             fields.DIFFERS: self.buffers.differs,
-            fields.TOKENS: rows.tokens,
-            fields.COMPUTED: rows.computed,
-            fields.DROPPED: rows.dropped,
+            fields.TOKENS: memory.tokens,
+            fields.COMPUTED: memory.computed,
+            fields.DROPPED: memory.dropped,
             fields.TEMPERATURE: sampling.temperature,
             fields.TOP_P: sampling.top_p,
             fields.TOP_K: sampling.top_k,

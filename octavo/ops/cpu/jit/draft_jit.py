@@ -30,6 +30,7 @@ from octavo.ops.cpu.jit.decoder_jit import (
     POSITIONS,
     SLOTS,
     attend_and_mlp,
+    copy_floats,
     dequantize_row,
     last_norm,
     multiply,
@@ -57,7 +58,7 @@ from octavo.ops.cpu.jit.sampling_jit import mask_of_candidates, noise_key_of, sc
 INT = types.int64
 FLOAT = types.float32
 
-# The record of a draft head and of the chains it drafts for: int64. Arrays have one entry per row.
+# The record of a draft head: int64. The slot of each row is in the record of the attention.
 (
     EMBEDDING,  # the record of the target's embedding
     HEAD,  # the record of the draft head's output head
@@ -65,22 +66,34 @@ FLOAT = types.float32
     HIDDEN_NORM,
     NORMS_RESIDUAL,  # 1: the residual is the hidden state after its norm
     JOINED,  # [rows, 2 * hidden] token and hidden state side by side, float32
-    IDS,  # int64: the token of each row that follows the target
     TOKEN_IDS,  # the target's id of each draft token, int32
     LOGITS,  # [rows, draft vocabulary] float32
     NUM_PASSES,
-    COUNTS,  # int64: the drafts wanted
-    LENGTHS,  # int64: the positions that the head has computed
-    TOKENS,  # the tokens of all batch slots, int32
-    TOKENS_STRIDE,  # in tokens
-    TEMPERATURES,  # float32
-    SEEDS_LOW,  # int32
-    SEEDS_HIGH,  # int32
+    COUNTS,  # int64 [rows]: the drafts wanted
+    IDS,  # int64 [rows]: the token behind each row; 0: it is in the slot of the row
+    OUTPUTS,  # [slots, hidden] the head's output behind the last token of each slot
+    SLOT_STRIDE,  # of the following, in entries: they are columns of one table, with a row per slot
+    TOKENS,  # int32: the first token of each slot
+    COMPUTED,  # int32: positions whose KV is computed
+    TEMPERATURE,  # float32
+    SEED_LOW,  # int32
+    SEED_HIGH,  # int32
     NUM_HEAD_FIELDS,
-) = range(18)
+) = range(19)
 
 LAYER_PHASES = PHASES_PER_LAYER + 2  # those of join_rows() and of the norm behind the layer
 CHOICE_PHASES = 3  # those of choose_drafts()
+
+
+@inner
+def slot_of(job: int, row: int) -> int:
+    return load_i32(field(field(job, BATCH), attention_jit.TABLE_ROWS) + 4 * row)
+
+
+@inner
+def column(head: int, name: int, slot: int) -> int:
+    """Return the address of a slot's entry."""
+    return field(head, name) + 4 * slot * field(head, SLOT_STRIDE)
 
 
 @inner
@@ -97,10 +110,7 @@ def join_rows(worker: int, job: int, head: int, step: int) -> None:
     while row >= 0:
         hidden = field(job, INPUT) + row * hidden_size * 4
         joined = field(head, JOINED) + row * hidden_size * 8
-        if step == 0:
-            token = load_i64(field(head, IDS) + 8 * row)
-        else:
-            token = place_draft(job, head, row, step)
+        token = following_token(job, head, row) if step == 0 else place_draft(job, head, row, step)
         dequantize_row(field(head, EMBEDDING), token, joined, FLOAT(1.0))
         norm(joined, field(head, TOKEN_NORM), joined, epsilon, hidden_size)
         normed = joined + hidden_size * 4
@@ -109,6 +119,16 @@ def join_rows(worker: int, job: int, head: int, step: int) -> None:
             norm(hidden, field(head, HIDDEN_NORM), hidden, epsilon, hidden_size)
         row = thread_barrier.take_piece(worker, num_rows)
     thread_barrier.finish_phase(worker, num_rows)
+
+
+@inner
+def following_token(job: int, head: int, row: int) -> int:
+    """Return the token behind a row of the target's step."""
+    ids = field(head, IDS)
+    if ids != 0:
+        return load_i64(ids + 8 * row)
+    position = load_i64(field(job, POSITIONS) + 8 * row)
+    return max(load_i32(column(head, TOKENS, slot_of(job, row)) + 4 * (position + 1)), 0)
 
 
 @inner
@@ -122,8 +142,8 @@ def place_draft(job: int, head: int, row: int, step: int) -> int:
         store_i64(field(job, SLOTS) + 8 * row, 0)
         store_i32(seq_len, 1)
         return 0
-    slot = load_i32(field(batch, attention_jit.TABLE_ROWS) + 4 * row)
-    length = load_i64(field(head, LENGTHS) + 8 * row) + step
+    slot = slot_of(job, row)
+    length = load_i32(column(head, COMPUTED, slot)) + step
     position = length - 1
     block_size = field(batch, attention_jit.BLOCK_SIZE)
     table_index = slot * field(batch, attention_jit.TABLE_WIDTH) + position // block_size
@@ -131,12 +151,7 @@ def place_draft(job: int, head: int, row: int, step: int) -> int:
     store_i64(field(job, POSITIONS) + 8 * row, position)
     store_i64(field(job, SLOTS) + 8 * row, block * block_size + position % block_size)
     store_i32(seq_len, length)
-    return load_i32(token_address(head, slot, length))
-
-
-@inner
-def token_address(head: int, slot: int, position: int) -> int:
-    return field(head, TOKENS) + 4 * (slot * field(head, TOKENS_STRIDE) + position)
+    return load_i32(column(head, TOKENS, slot) + 4 * length)
 
 
 @inner
@@ -157,16 +172,34 @@ def run_layer(worker: int, job: int, head: int, step: int) -> None:
 
 
 @inner
-def norm_rows(worker: int, job: int) -> None:
-    """Write the norms of the hidden states to OUTPUT."""
+def load_outputs(worker: int, job: int, head: int) -> None:
+    """Copy the outputs of the rows' slots to the hidden states, and their norms to OUTPUT."""
     num_rows = field(job, NUM_ROWS)
     hidden_size = field(job, HIDDEN_SIZE)
     epsilon = float_field(job, EPSILON)
     row = thread_barrier.take_piece(worker, num_rows)
     while row >= 0:
         offset = row * hidden_size * 4
-        output = field(job, OUTPUT) + offset
-        norm(field(job, INPUT) + offset, field(job, LAST_NORM), output, epsilon, hidden_size)
+        hidden = field(job, INPUT) + offset
+        output = field(head, OUTPUTS) + slot_of(job, row) * hidden_size * 4
+        copy_floats(output, hidden, hidden_size)
+        norm(hidden, field(job, LAST_NORM), field(job, OUTPUT) + offset, epsilon, hidden_size)
+        row = thread_barrier.take_piece(worker, num_rows)
+    thread_barrier.finish_phase(worker, num_rows)
+
+
+@inner
+def store_outputs(worker: int, job: int, head: int) -> None:
+    """Copy the hidden state of each slot's last kept row to its output."""
+    num_rows = field(job, NUM_ROWS)
+    hidden_size = field(job, HIDDEN_SIZE)
+    row = thread_barrier.take_piece(worker, num_rows)
+    while row >= 0:
+        slot = slot_of(job, row)
+        seq_len = load_i32(field(field(job, BATCH), attention_jit.SEQ_LENS) + 4 * row)
+        if seq_len == load_i32(column(head, COMPUTED, slot)):
+            output = field(head, OUTPUTS) + slot * hidden_size * 4
+            copy_floats(field(job, INPUT) + row * hidden_size * 4, output, hidden_size)
         row = thread_barrier.take_piece(worker, num_rows)
     thread_barrier.finish_phase(worker, num_rows)
 
@@ -229,10 +262,11 @@ def choose_drafts(worker: int, job: int, head: int, step: int) -> None:
     row = thread_barrier.take_piece(worker, num_rows)
     while row >= 0:
         if step < load_i64(field(head, COUNTS) + 8 * row):
-            position = load_i64(field(head, LENGTHS) + 8 * row) + 1 + step
+            slot = slot_of(job, row)
+            position = load_i32(column(head, COMPUTED, slot)) + 1 + step
             noise_key = noise_key_of(
-                load_i32(field(head, SEEDS_LOW) + 4 * row),
-                load_i32(field(head, SEEDS_HIGH) + 4 * row),
+                load_i32(column(head, SEED_LOW, slot)),
+                load_i32(column(head, SEED_HIGH, slot)),
                 position,
             )
             token = sample_draft(
@@ -240,10 +274,9 @@ def choose_drafts(worker: int, job: int, head: int, step: int) -> None:
                 field(head, TOKEN_IDS),
                 vocabulary,
                 noise_key,
-                load_f32(field(head, TEMPERATURES) + 4 * row),
+                load_f32(column(head, TEMPERATURE, slot)),
             )
-            slot = load_i32(field(field(job, BATCH), attention_jit.TABLE_ROWS) + 4 * row)
-            store_i32(token_address(head, slot, position), token)
+            store_i32(column(head, TOKENS, slot) + 4 * position, token)
         row = thread_barrier.take_piece(worker, num_rows)
     thread_barrier.finish_phase(worker, num_rows)
 
@@ -253,8 +286,12 @@ def choose_drafts(worker: int, job: int, head: int, step: int) -> None:
 
 @inner
 def follow(worker: int, job: int) -> None:
-    """Compute the layer for the rows of the target's step."""
-    run_layer(worker, job, field(job, DRAFT_HEAD), 0)
+    """Compute the layer for the rows of the target's step, and store the results in OUTPUTS if it
+    is set."""
+    head = field(job, DRAFT_HEAD)
+    run_layer(worker, job, head, 0)
+    if field(head, OUTPUTS) != 0:
+        store_outputs(worker, job, head)
 
 
 @inner
@@ -263,14 +300,14 @@ def draft(worker: int, job: int) -> None:
     head = field(job, DRAFT_HEAD)
     for step in range(field(head, NUM_PASSES)):
         if step == 0:
-            norm_rows(worker, job)
+            load_outputs(worker, job, head)
         else:
             run_layer(worker, job, head, step)
         choose_drafts(worker, job, head, step)
 
 
 def num_phases(num_passes: int) -> int:
-    """Return the phases of draft(), or of follow() for 0 passes."""
+    """Return the phases of draft(), or the most phases of follow() for 0 passes."""
     if num_passes == 0:
-        return LAYER_PHASES
+        return LAYER_PHASES + 1
     return 1 + (num_passes - 1) * LAYER_PHASES + num_passes * CHOICE_PHASES
