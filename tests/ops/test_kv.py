@@ -230,8 +230,9 @@ def test_cpu_kernels_write_the_references_codes(codes: torch.dtype) -> None:
     finite."""
     import numba
 
-    step = kernels()
-    assert step is not None
+    entry_points = kernels()
+    assert entry_points is not None
+    step = entry_points.decoder_jit
     store, kind = (
         step.store_vector,
         int(getattr(step.attention_jit, "I8" if codes == torch.int8 else "F8")),
