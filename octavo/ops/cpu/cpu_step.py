@@ -24,7 +24,7 @@ from octavo.ops.fused_spec import StepResults, StepRows, StepSpec
 from octavo.ops.kv import KV
 
 
-class Prepared(NamedTuple):
+class StepRecords(NamedTuple):
     """The records of a step with some number of rows."""
 
     batch: ForwardBatch
@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
     job: Record
 
 
-class Buffers:
+class StepBuffers:
     """Memory for the rows of a step. The next step overwrites it."""
 
     def __init__(self, num_rows: int, hidden_size: int, vocab_size: int):
@@ -58,8 +58,8 @@ class CpuStep:
         row_bytes = self.pool.kernels.row_bytes.py_func(self.head.shape[1], self.head.group_size)
         decoder.row_bytes = max(decoder.row_bytes, row_bytes)
         decoder.scratch_size = max(decoder.scratch_size, 8 * self.head.shape[0])  # keys to sort
-        self.buffers = Buffers(0, decoder.hidden, self.head.shape[0])
-        self._prepared: dict[int, Prepared] = {}
+        self.buffers = StepBuffers(0, decoder.hidden, self.head.shape[0])
+        self._prepared: dict[int, StepRecords] = {}
         self._generation = 0  # of the pool's memory that the records refer to
 
     def __call__(self, rows: StepRows, kv_cache: KV) -> StepResults:
@@ -81,13 +81,13 @@ class CpuStep:
         output = self.buffers.output[:num_rows]
         return StepResults(batch, output, self.buffers.logits[:num_rows], tokens, kept)
 
-    def _prepare(self, rows: StepRows, kv_cache: KV) -> Prepared:
+    def _prepare(self, rows: StepRows, kv_cache: KV) -> StepRecords:
         """Return the records for this number of rows. All rows of an engine have the same slots and
         the same cache."""
         num_rows = len(rows.slots)
         buffers = self.buffers
         if num_rows > buffers.num_rows:
-            self.buffers = Buffers(num_rows, self.decoder.hidden, self.head.shape[0])
+            self.buffers = StepBuffers(num_rows, self.decoder.hidden, self.head.shape[0])
             self._prepared.clear()
         if self._generation != self.pool.generation:
             self._prepared.clear()
@@ -99,7 +99,7 @@ class CpuStep:
                 self._prepared = {num_rows: self._records(rows, kv_cache)}
         return self._prepared[num_rows]
 
-    def _records(self, rows: StepRows, kv_cache: KV) -> Prepared:
+    def _records(self, rows: StepRows, kv_cache: KV) -> StepRecords:
         num_rows = len(rows.slots)
         decoder = self.spec.decoder
         kernels = self.pool.kernels
@@ -121,7 +121,7 @@ class CpuStep:
         step = self._step_record(rows)
         job[kernels.JOB_KIND] = kernels.STEP
         job[kernels.STEP_RECORD] = step.ctypes.data
-        return Prepared(batch, attention, step, job)
+        return StepRecords(batch, attention, step, job)
 
     def _step_record(self, rows: StepRows) -> Record:
         fields = self.pool.entry_points.step_jit
