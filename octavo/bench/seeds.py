@@ -31,7 +31,6 @@ from octavo.bench.picture import Panel, bars
 from octavo.bench.result_file import BenchRun
 from octavo.bench.throughput import peak_memory
 from octavo.bench.views import Result, ResultTable, ResultView
-from octavo.core.draft_methods import parse_speculative
 from octavo.engine_options import EngineOptions
 from octavo.errors import OctavoError
 from octavo.llm import LLM
@@ -242,15 +241,19 @@ def speculation(bench: SeedBench) -> list[Finding]:
         for label, layer in EXIT_LAYERS.items()
         for drafts in (4, 2)
     }
-    configs = {name: parse_speculative("seeds", text) for name, text in methods.items()}
-    grid = measure_speculation.measure(llm, configs, [Case("chat", 1, 0.0)], 50, bench.rounds)
+    methods_read = {
+        name: measure_speculation.parse_method("seeds", text) for name, text in methods.items()
+    }
+    grid = measure_speculation.measure(llm, methods_read, [Case("chat", 1, 0.0)], 50, bench.rounds)
     findings = []
     for record in grid:
         findings += [
             Finding(record["method"], record["ratio"]["median"], "x"),
             Finding("predicted", record["predicted_ratio"] or 0.0, "x"),
         ]
-    working = {"suffix drafts on texts that repeat": parse_speculative("seeds", "suffix")}
+    working = {
+        "suffix drafts on texts that repeat": measure_speculation.parse_method("seeds", "suffix")
+    }
     (best,) = measure_speculation.measure(llm, working, [Case("copy", 1, 0.0)], 50, bench.rounds)
     findings.append(Finding(best["method"], best["ratio"]["median"], "x"))
     return findings

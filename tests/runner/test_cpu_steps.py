@@ -31,7 +31,9 @@ def run(llm: LLM, **sampling: Any) -> list[Any]:
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
-def compare(options: dict[str, Any], *samplings: dict[str, Any], architecture: str = "qwen3") -> LLM:
+def compare(
+    options: dict[str, Any], *samplings: dict[str, Any], architecture: str = "qwen3"
+) -> LLM:
     fused = make(architecture, **options)
     eager = make(architecture, enforce_eager=True, **options)
     assert isinstance(fused.runner.cpu_steps, CpuSteps)
