@@ -392,6 +392,8 @@ def notes(result: Result) -> list[str]:
 
 def panels(result: Result) -> list[Panel]:
     rows = [row for row in result["rows"] if row["latency_ms"]]
+    if not rows:
+        return []
     quantiles = ("p50", "p95", "p99")
     return [
         points(

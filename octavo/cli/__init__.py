@@ -29,6 +29,7 @@ from octavo.cli import (
     complete,
     doctor,
     plan,
+    profile_command,
     quantize,
     replay_command,
     route_command,
@@ -72,6 +73,7 @@ app.command(rich_help_panel="Generate")(route_command.route)
 app.command(rich_help_panel="Look")(plan.plan)
 app.command(rich_help_panel="Look")(doctor.doctor)
 app.command(rich_help_panel="Look")(replay_command.replay)
+app.command(rich_help_panel="Look")(profile_command.profile)
 app.command(rich_help_panel="Convert")(quantize.quantize)
 app.command(rich_help_panel="Convert")(train_draft_command.train_draft)
 app.command(rich_help_panel="Measure")(simulate_command.simulate)

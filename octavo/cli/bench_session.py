@@ -105,6 +105,7 @@ def present(run: BenchRun, picture: Path | None) -> None:
     if result["partial"]:
         reason = result.get("stopped", "something was not measured")
         say(f"[bold yellow]partial result[/bold yellow]: {reason}")
-    if picture is not None and result["rows"]:
-        draw(picture, *view.panels(result))
+    panels = view.panels(result) if picture is not None and result["rows"] else []
+    if picture is not None and panels:
+        draw(picture, *panels)
     print(run.line(), flush=True)

@@ -1,6 +1,7 @@
 """`octavo doctor`: checks whether this machine can run Octavo, and how it could run it better.
 
-With --pid it shows the memory and processor use of another process, such as a server, from /proc.
+With --pid it shows the memory and processor use of another process from /proc. Of a server it shows
+all processes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -23,6 +24,7 @@ from octavo.cli.options import command, fail, flag, option
 from octavo.cli.terminal import in_bytes
 from octavo.config import EMBEDDED
 from octavo.errors import OctavoError
+from octavo.process_usage import read_usage
 
 HUB_TIMEOUT = 2.0  # seconds
 
@@ -54,7 +56,13 @@ def doctor(
         bool, flag("--smoke", "Also generate 5 tokens with the embedded model.")
     ] = False,
     pid: Annotated[
-        int | None, option("Show the resource usage of the process with this ID.", "Process", "N")
+        int | None,
+        option(
+            "Show the resource usage of the process with this ID; of a server, also that of its "
+            "engine.",
+            "Process",
+            "N",
+        ),
     ] = None,
     csv: Annotated[
         bool, flag("--csv", "Print the usage of --pid as CSV with a header.", "Process")
@@ -321,68 +329,60 @@ def generation() -> DoctorCheck:
 
 # ---- a process -----------------------------------------------------------------------------------
 
-COLUMN_FORMATS: dict[str, Callable[[int], str]] = {
+COLUMN_FORMATS: dict[str, Callable[[Any], str]] = {
+    "role": str,
+    "cpu_seconds": lambda seconds: f"{seconds:,.1f}",
+    "system_seconds": lambda seconds: f"{seconds:,.1f}",
     "rss_bytes": in_bytes,
     "peak_rss_bytes": in_bytes,
-}  # Other columns are plain numbers.
+}  # Other columns are whole numbers.
 
 
 def show_process(pid: int, csv: bool, watch: float | None) -> None:
+    """Print what a process uses. A server's engine and worker processes follow its front."""
     if watch is not None and not watch > 0:
         fail(f"--watch must be a positive number of seconds, got {watch:g}")
     started = time.monotonic()
-    if (sample := read_process(pid)) is None:
+    if not (samples := read_processes(pid)):
         fail(
             f"/proc has no process {pid}: check that it runs on this machine, and that this is "
             "Linux"
         )
     if csv:
-        print(",".join(["seconds", *sample]))
-    while sample is not None:
+        print(",".join(["seconds", *samples[0]]))
+    while samples:
         seconds = time.monotonic() - started
-        if csv:
-            print(",".join([f"{seconds:.1f}", *map(str, sample.values())]), flush=True)
-        else:
-            texts = {
-                name: COLUMN_FORMATS[name](value) if name in COLUMN_FORMATS else f"{value:,}"
-                for name, value in sample.items()
-            }
-            print(
-                "  ".join(f"{name.removesuffix('_bytes')} {text}" for name, text in texts.items()),
-                flush=True,
-            )
+        for sample in samples:
+            if csv:
+                print(",".join([f"{seconds:.1f}", *map(str, sample.values())]), flush=True)
+            else:
+                print(describe_usage(sample), flush=True)
         if watch is None:
             return
         time.sleep(watch)
-        sample = read_process(pid)
+        samples = read_processes(pid)
 
 
-def read_process(pid: int) -> dict[str, int] | None:
-    """Return the resource use of a process, or None if it does not exist or is not accessible."""
-
-    def read_status(path: Path) -> dict[str, str]:
-        return dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-
-    def field_value(status_fields: dict[str, str], field: str) -> int:
-        return int(status_fields.get(field, "0").split()[0])
-
-    try:
-        process = read_status(Path(f"/proc/{pid}/status"))
-        # The status file of the process counts only the switches of its first thread.
-        threads = [read_status(path / "status") for path in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:
-        return None
-    if process.get("State", "Z").split()[0] == "Z":
-        return None
-    return {
-        "pid": pid,
-        "rss_bytes": field_value(process, "VmRSS") * 1024,
-        "peak_rss_bytes": field_value(process, "VmHWM") * 1024,
-        "threads": field_value(process, "Threads"),
-        "voluntary_switches": sum(
-            field_value(thread, "voluntary_ctxt_switches") for thread in threads
-        ),
-        "involuntary_switches": sum(
-            field_value(thread, "nonvoluntary_ctxt_switches") for thread in threads
-        ),
+def describe_usage(sample: dict[str, Any]) -> str:
+    texts = {
+        name: COLUMN_FORMATS[name](value) if name in COLUMN_FORMATS else f"{value:,}"
+        for name, value in sample.items()
     }
+    return "  ".join(
+        text if name == "role" else f"{name.removesuffix('_bytes')} {text}"
+        for name, text in texts.items()
+    )
+
+
+def read_processes(pid: int) -> list[dict[str, Any]]:
+    """Return the resource use of a process, and of a server's other processes."""
+    from octavo.bench.server_profile import find_processes
+
+    if read_usage(pid) is None:
+        return []
+    found = []
+    for process in find_processes(pid):
+        usage = read_usage(process.pid)
+        if usage is not None:
+            found.append({"role": process.role, **vars(usage)})
+    return found

@@ -16,6 +16,7 @@ from typer.testing import Result
 
 from octavo.cli import doctor
 from octavo.model import embedded
+from octavo.process_usage import read_usage
 
 Octavo = Callable[..., Result]
 
@@ -138,7 +139,8 @@ def test_a_process_is_measured(octavo: Octavo, sleeper: subprocess.Popen[bytes])
         sleeper.wait()
     assert (
         header
-        == "seconds,pid,rss_bytes,peak_rss_bytes,threads,voluntary_switches,involuntary_switches"
+        == "seconds,role,pid,cpu_seconds,system_seconds,rss_bytes,peak_rss_bytes,minor_faults,"
+        "major_faults,threads,voluntary_switches,involuntary_switches"
     )
     assert int(found["pid"]) == sleeper.pid and int(found["threads"]) == 1
     assert 50_000_000 < int(found["rss_bytes"]) <= int(found["peak_rss_bytes"]) < 200_000_000
@@ -155,7 +157,7 @@ def test_switches_of_all_threads_are_counted() -> None:
     for thread in threads:
         thread.start()
     time.sleep(0.5)
-    found = doctor.read_process(os.getpid())
+    found = read_usage(os.getpid())
     stop.set()
     for thread in threads:
         thread.join()
@@ -164,7 +166,7 @@ def test_switches_of_all_threads_are_counted() -> None:
             r"^voluntary_ctxt_switches:\s*(\d+)", Path("/proc/self/status").read_text(), re.M
         )[1]
     )  # type: ignore[index]
-    assert found is not None and found["voluntary_switches"] > own + 200
+    assert found is not None and found.voluntary_switches > own + 200
 
 
 def test_watching_ends_with_the_process(octavo: Octavo, sleeper: subprocess.Popen[bytes]) -> None:

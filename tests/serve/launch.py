@@ -1,6 +1,6 @@
 """Runs a server with what the command line does not offer: tight limits, few file descriptors,
 quick watchdogs, another engine program, a loop that a SIGUSR2 blocks, worker processes with faults
-(faulty_worker.py, unlimited_worker.py), and a tokenizer that panics over a text that begins with
+(faulty_worker.py, unlimited_worker.py), a tokenizer that is slow, and one that panics over a text that begins with
 PANIC and over the fourth token after a prompt that begins with the token 17 twice.
 
 python -m tests.serve.launch PORT '{"limits": {"header_seconds": 0.3}, "stall_dump": 0.5}'
@@ -60,6 +60,18 @@ def spoil_text(add: Any) -> Any:
     return faulty
 
 
+def burn(encode: Any, seconds: float) -> Any:
+    """A tokenizer that computes for this long before it encodes."""
+
+    def slow_encode(*args: Any, **options: Any) -> Any:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+        return encode(*args, **options)
+
+    return slow_encode
+
+
 def main(port: str, text: str) -> None:
     options: dict[str, Any] = json.loads(text)
     program = options.pop("program", None)
@@ -70,6 +82,10 @@ def main(port: str, text: str) -> None:
         Tokenizer.encode_many = spoil_many(Tokenizer.encode_many)  # type: ignore[method-assign]
         Collector.add = spoil_text(Collector.add)  # type: ignore[method-assign]
         faulty = True
+    slow_seconds = options.pop("slow_tokenizer", None)
+    if slow_seconds is not None:
+        Tokenizer.encode_many = burn(Tokenizer.encode_many, slow_seconds)  # type: ignore[method-assign]
+        Tokenizer.encode = burn(Tokenizer.encode, slow_seconds)  # type: ignore[method-assign]
     memory_mib = options.pop("memory_limit_mib", None)
     if memory_mib is not None:  # the engine and the workers inherit the limit
         resource.setrlimit(resource.RLIMIT_DATA, (memory_mib * 2**20, memory_mib * 2**20))

@@ -200,6 +200,13 @@ class Heartbeat(msgspec.Struct, tag=True, array_like=True):
     drafted_tokens: int = 0  # Drafts that were verified.
     accepted_tokens: int = 0  # Drafts that became tokens.
     accepted_at: list[int] = []  # The same by their place among the drafts of a step.
+    prefill_steps: int = 0  # Steps that computed at least one prompt token.
+    full_steps: int = 0  # Prefill steps that used all of the token budget.
+    prefill_seconds: float = 0.0  # The time of prefill steps.
+    decode_seconds: float = 0.0  # The time of the other steps.
+    rss_bytes: int = 0  # The memory of the engine process.
+    # The memory of the engine process on its GPU: allocated, reserved and peak. Empty on a CPU.
+    gpu_bytes: dict[str, int] = {}
 
 
 class EventLines(msgspec.Struct, tag=True, array_like=True):

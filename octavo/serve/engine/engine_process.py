@@ -39,6 +39,7 @@ from octavo.errors import InvalidRequest, OctavoError
 from octavo.events import GuideStarted, RequestRefused
 from octavo.params import SamplingParams
 from octavo.parent_process import die_with_parent
+from octavo.process_usage import rss_bytes
 from octavo.serve.channel.messages import (
     Abort,
     Accepted,
@@ -119,7 +120,8 @@ class EngineLoop:
         self.held: dict[str, tuple[Add, Compilation]] = {}  # Their guides are being compiled.
         # For requests that are not streamed: the tokens of each sequence after its first one.
         self.unsent_tokens: dict[str, dict[int, list[int]]] = {}
-        self.counts = StepCounts(engine.events)
+        token_budget = engine.scheduler.schedule.max_num_batched_tokens
+        self.counts = StepCounts(engine.events, token_budget)
         self.long_steps = LongSteps(engine.events, seconds_per_token, self._announce_long_step)
         self.stream = stream or EventStream(engine)
         self.watched = False  # A live page is open.
@@ -417,7 +419,25 @@ class EngineLoop:
             drafted_tokens=drafts.drafted,
             accepted_tokens=drafts.accepted,
             accepted_at=list(drafts.accepted_at),
+            prefill_steps=self.counts.prefill_steps,
+            full_steps=self.counts.full_steps,
+            prefill_seconds=self.counts.prefill_seconds,
+            decode_seconds=self.counts.decode_seconds,
+            rss_bytes=rss_bytes(),
+            gpu_bytes=gpu_bytes(),
         )
+
+
+def gpu_bytes() -> dict[str, int]:
+    """Return the memory of this process on its GPU, or nothing without one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return {}
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "peak": torch.cuda.max_memory_allocated(),
+    }
 
 
 def describe_sequence(seq: Sequence) -> dict[str, Any]:

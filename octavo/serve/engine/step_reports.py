@@ -14,14 +14,19 @@ LONG_SECONDS = 5.0  # A step that may take longer is announced before it is laun
 
 
 class StepCounts:
-    """Counts the tokens of steps, and notes which requests were admitted."""
+    """Counts the tokens and seconds of steps, and notes which requests were admitted."""
 
-    def __init__(self, events: EventLog):
+    def __init__(self, events: EventLog, token_budget: int):
+        self.token_budget = token_budget
         self.prefill_tokens = 0
         self.decode_tokens = 0
+        self.prefill_steps = 0  # Steps that compute at least one prompt token.
+        self.full_steps = 0  # Prefill steps that use all of the token budget.
+        self.prefill_seconds = 0.0  # The time of prefill steps.
+        self.decode_seconds = 0.0  # The time of the other steps.
         self._admitted: list[tuple[str, float]] = []
         self._step_tokens: list[int] = []
-        events.subscribe(self.on_event, Admitted, StepPlanned)
+        events.subscribe(self.on_event, Admitted, StepPlanned, StepLanded)
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Admitted):
@@ -37,6 +42,13 @@ class StepCounts:
             # The last chunk of a prompt generates a token besides those that it computes.
             num_first_tokens = sum(item.sample for item in items if item.start is not None)
             self._step_tokens.append(num_tokens + num_first_tokens)
+            self.prefill_steps += prefill_tokens > 0
+            self.full_steps += prefill_tokens > 0 and num_tokens >= self.token_budget
+        elif isinstance(event, StepLanded) and event.plan.items:
+            if any(item.start is not None for item in event.plan.items):
+                self.prefill_seconds += event.seconds
+            else:
+                self.decode_seconds += event.seconds
 
     @property
     def has_steps(self) -> bool:

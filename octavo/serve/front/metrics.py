@@ -27,6 +27,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector as Source
 
 from octavo.collect import Collector
+from octavo.process_usage import rss_bytes
 from octavo.serve.channel.messages import Heartbeat, Loaded
 from octavo.types import Output
 
@@ -206,6 +207,9 @@ class EngineSource(Source):
         )
         yield self._sleep_state(self.client.supervisor.sleep_level)
         yield self._waiting_by_reason(self.client)
+        yield self._memory(heartbeat)
+        if heartbeat.gpu_bytes:
+            yield self._gpu_memory(heartbeat)
         if heartbeat.tiers:
             yield self._labelled(
                 "kv_disk_misses",
@@ -231,6 +235,26 @@ class EngineSource(Source):
         for reason, is_saturated in (("capacity", True), ("deferred", False)):
             count = waiting if client.engine_saturated == is_saturated else 0
             gauge.add_metric([self.model, reason], count)
+        return gauge
+
+    def _memory(self, heartbeat: Heartbeat) -> Metric:
+        gauge = GaugeMetricFamily(
+            f"{self.prefix}:process_memory_bytes",
+            "Resident memory of a process of the server, in bytes.",
+            labels=["model_name", "process"],
+        )
+        gauge.add_metric([self.model, "front"], rss_bytes())
+        gauge.add_metric([self.model, "engine"], heartbeat.rss_bytes)
+        return gauge
+
+    def _gpu_memory(self, heartbeat: Heartbeat) -> Metric:
+        gauge = GaugeMetricFamily(
+            f"{self.prefix}:gpu_memory_bytes",
+            "GPU memory of the engine process, in bytes: allocated now, reserved, and the peak.",
+            labels=["model_name", "kind"],
+        )
+        for kind, value in heartbeat.gpu_bytes.items():
+            gauge.add_metric([self.model, kind], value)
         return gauge
 
     def _sleep_state(self, level: int) -> Metric:
@@ -307,6 +331,22 @@ class EngineSource(Source):
             "engine_starts": (
                 client.supervisor.starts,
                 "Engine processes started, restarts included.",
+            ),
+            "engine_prefill_steps": (
+                heartbeat.prefill_steps,
+                "Steps that computed at least one prompt token.",
+            ),
+            "engine_full_steps": (
+                heartbeat.full_steps,
+                "Steps with prompt tokens that used all of --max-num-batched-tokens.",
+            ),
+            "prefill_step_seconds": (
+                heartbeat.prefill_seconds,
+                "Time of steps with prompt tokens, in seconds.",
+            ),
+            "decode_step_seconds": (
+                heartbeat.decode_seconds,
+                "Time of steps without prompt tokens, in seconds.",
             ),
             "prefill_tokens": (heartbeat.prefill_tokens, "Tokens computed in prefill."),
             "decode_tokens": (heartbeat.decode_tokens, "Tokens computed in decode."),
