@@ -399,10 +399,13 @@ class EventLog:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Nothing listens within this block. Listeners must not change meanwhile."""
+        """Nothing listens within this block. Listeners must not change meanwhile. They hear only
+        that it has ended."""
         listeners = self.listeners
         self.listeners = {}
         try:
             yield
         finally:
             self.listeners = listeners
+            if RehearsalEnded in listeners:
+                self.emit(RehearsalEnded())

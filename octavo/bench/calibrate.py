@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,9 @@ from octavo.bench.picture import Axis, Panel, Series, points
 from octavo.core.simulate import FEATURES, Costs, Report, features, percentile, replay, requests_of
 from octavo.core.trace import TraceEntry
 from octavo.events import Event, StepLanded
-from octavo.llm import LLM
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
 
 MAX_POINTS = 400  # of one trace in a picture
 

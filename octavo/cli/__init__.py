@@ -27,6 +27,7 @@ from octavo.cli import (
     bench_sweep,
     chat_command,
     complete,
+    demo_command,
     doctor,
     plan,
     profile_command,
@@ -72,8 +73,9 @@ app.command(rich_help_panel="Generate", cls=VllmCommand)(run_batch_command.run_b
 app.command(rich_help_panel="Generate")(route_command.route)
 app.command(rich_help_panel="Look")(plan.plan)
 app.command(rich_help_panel="Look")(doctor.doctor)
-app.command(rich_help_panel="Look")(replay_command.replay)
 app.command(rich_help_panel="Look")(profile_command.profile)
+app.command(rich_help_panel="Learn")(demo_command.demo)
+app.command(rich_help_panel="Learn")(replay_command.replay)
 app.command(rich_help_panel="Convert")(quantize.quantize)
 app.command(rich_help_panel="Convert")(train_draft_command.train_draft)
 app.command(rich_help_panel="Measure")(simulate_command.simulate)

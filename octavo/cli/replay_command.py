@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import typer
 
 from octavo.cli.options import command, fail, flag, option
 from octavo.cli.terminal import say
+from octavo.errors import InvalidRequest
 
 Port = Annotated[int, option("Port to serve the page on; 0 takes any free port.", None, "0..65535")]
 NoBrowser = Annotated[bool, flag("--no-browser", "Do not open the page in a browser.")]
@@ -47,8 +49,16 @@ def serve_recording(lines: bytes, port: int, opens_browser: bool, lesson: str = 
     """Serve the page with a recording until Ctrl-C."""
     from octavo.replay_server import ReplayServer
 
+    def simulate(body: bytes) -> bytes:
+        from octavo.bench.what_if import what_if
+
+        try:
+            return json.dumps(what_if(lines, json.loads(body))).encode()
+        except (InvalidRequest, ValueError) as error:
+            return json.dumps({"message": str(error)}).encode()
+
     try:
-        server = ReplayServer(lines, port, lesson)
+        server = ReplayServer(lines, port, lesson, {"/live/what-if": simulate})
     except OSError as error:
         fail(f"port {port} cannot be used ({error.strerror}): choose another one with --port")
     say(f"replay:  {server.url}   (Ctrl-C ends it)")

@@ -58,6 +58,7 @@ class BlockPool:
         self.quota = CacheQuota()
         self.evictions = 0
         self.unpublished_blocks: list[FullBlock] = []  # since the caller cleared it
+        self.withheld: list[int] = []  # blocks that live settings keep out of use
 
     @property
     def num_cached(self) -> int:
@@ -175,7 +176,7 @@ class BlockPool:
     def check(self, block_tables: Iterable[list[int]]) -> None:
         """Raise AssertionError unless references, free list and index agree with the tables."""
         expected = [0] * (self.num_blocks + 1)
-        for block_table in block_tables:
+        for block_table in [self.withheld, *block_tables]:
             for block in block_table:
                 expected[block] += 1
         assert expected == self.ref_counts, "reference counts disagree with the block tables"

@@ -19,14 +19,7 @@ from typing import NamedTuple, Protocol
 
 from octavo.core.scheduler import Scheduler
 from octavo.errors import DeviceOutOfMemory
-from octavo.events import (
-    RehearsalEnded,
-    StepCommitted,
-    StepFailed,
-    StepLanded,
-    StepPlanned,
-    StepTimestamps,
-)
+from octavo.events import StepCommitted, StepFailed, StepLanded, StepPlanned, StepTimestamps
 from octavo.types import HostTime, Output, Plan, Request, StepResult
 
 log = logging.getLogger(__name__)
@@ -101,8 +94,6 @@ class Engine:
             counters.cached_tokens = cached_tokens
             if speculation is not None and drafts is not None:
                 speculation.counters = drafts
-            if RehearsalEnded in self.events.listeners:
-                self.events.emit(RehearsalEnded())
 
     def step(self) -> list[Output]:
         """Launch the next step, if there is one, then commit the oldest result that is due."""

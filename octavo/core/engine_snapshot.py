@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.core.decision_sources import decision_sources
 from octavo.core.engine import Engine
-from octavo.core.scheduler import Scheduler
+from octavo.core.live_settings import describe_settings
 from octavo.core.stream_numbers import StreamNumbers
 from octavo.core.tier_index import TierIndex
 from octavo.types import Plan, Sequence
@@ -33,6 +33,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "has_disk": tiers is not None and tiers.has_disk,
         "prefix_caching": scheduler.prefix.enabled,
         "max_num_seqs": schedule.max_num_seqs,
+        "max_num_batched_tokens": schedule.max_num_batched_tokens,
         "max_model_len": schedule.max_model_len,
         "depth": engine.depth,
         "batching": schedule.batching,
@@ -71,20 +72,13 @@ def describe_state(engine: Engine, numbers: StreamNumbers) -> dict[str, Any]:
         "host": [] if tiers is None else describe_host(tiers, content_number),
         "disk": 0 if tiers is None else len(tiers.on_disk),
         "promoted": [] if tiers is None else [p.full_block.block for p in tiers.all_promotions()],
+        "withheld": pool.withheld,
         "in_flight": [describe_plan(step.plan) for step in engine.in_flight],
         "counters": {
             name: value
             for name, value in asdict(scheduler.counters).items()
             if isinstance(value, int)
         },
-    }
-
-
-def describe_settings(scheduler: Scheduler) -> dict[str, Any]:
-    """Return the settings that may change while the engine runs."""
-    return {
-        "policy": scheduler.schedule.policy,
-        "token_budget": scheduler.shaper.token_cap.maximum,
     }
 
 

@@ -276,6 +276,15 @@ class ServeConfig:
         ),
     ] = False
 
+    live_controls: Annotated[
+        bool,
+        Option(
+            "Let the live page change settings of the running engine and crash it, for "
+            "demonstrations.",
+            "Safety",
+        ),
+    ] = False
+
     max_queue: Annotated[
         int,
         Option(

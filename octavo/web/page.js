@@ -11,9 +11,11 @@ import { followMine, isMine } from "./prompt.js";
 import { drawRequests, onRequests } from "./requests.js";
 import { openSource } from "./source.js";
 import { Spans } from "./spans.js";
-import { drawTimeline, followNow, onTimeline } from "./timeline.js";
+import { Timeline } from "./timeline.js";
+import { followSettings } from "./traffic.js";
 import { bindTransport, drawTransport } from "./transport.js";
 import { drawLegend, drawWall, flash, isFlashing, onWall } from "./wall.js";
+import { bindWhatIf } from "./whatif.js";
 import { drawWhy, onWhy } from "./why.js";
 import { describe, Names } from "./words.js";
 
@@ -62,7 +64,7 @@ export const page = {
     this.index = target;
     this.follows = follows;
     this.now = this.history.line(target)[3];
-    if (follows && !this.isReplay) followNow();
+    if (follows && !this.isReplay) timeline.followNow();
     redraw(!follows);
   },
 
@@ -107,6 +109,18 @@ export const page = {
 };
 page.reset();
 
+const hover = (id) => {
+  if (page.hovered === id) return;
+  page.hovered = id;
+  redraw(true);
+};
+const selectSequence = (id) => page.select({ kind: "sequence", id });
+const timeline = new Timeline(byId("timeline"), { select: selectSequence, selectStep: (step) => page.select({ kind: "step", step }), hover, redraw: () => redraw(true) });
+byId("wider").addEventListener("click", () => timeline.zoomBy(1.7));
+byId("narrower").addEventListener("click", () => timeline.zoomBy(0.6));
+for (const [name, words] of [["waiting", "waits"], ["prefill", "prefill"], ["decode", "decode"], ["alarm", "preempted"], ["tier", "swapped"]])
+  byId("timeline-legend").append(element("li", "", element("i", `key ${name}`), words));
+
 // ---- drawing --------------------------------------------------------------------------------------------
 
 let isDirty = false, isUrgent = false, calmAt = 0;
@@ -125,7 +139,7 @@ function draw(time) {
   const marks = { selected: page.selection.kind === "sequence" ? page.selection.id : 0, block: page.selection.kind === "block" ? page.selection.block : 0,
     hovered: page.hovered, isMine };
   drawWall(state, marks, names);
-  drawTimeline(spans, page.now, marks, page);
+  timeline.draw(spans, page.now, marks, page);
   drawTransport(page);
   if (isUrgent || time - calmAt > CALM_MS) {
     isUrgent = false;
@@ -137,6 +151,7 @@ function draw(time) {
     drawLog(history, page.index, names, marks.selected);
     drawWhy(page);
     followMine(state);
+    followSettings(history.end);
     drawHead();
   } else redraw();
   if (isFlashing()) redraw();
@@ -204,20 +219,14 @@ export function followLink() {
 }
 addEventListener("hashchange", followLink);
 
-const hover = (id) => {
-  if (page.hovered === id) return;
-  page.hovered = id;
-  redraw(true);
-};
-const selectSequence = (id) => page.select({ kind: "sequence", id });
 onRequests({ select: selectSequence, hover });
 onWall({ select: (block) => page.select({ kind: "block", block }), hover, redraw: () => redraw(true) });
-onTimeline({ select: selectSequence, selectStep: (step) => page.select({ kind: "step", step }), hover, redraw: () => redraw(true) });
 onWhy({ go: (index) => page.moveTo(index), select: selectSequence });
 onLog((index) => (index === null ? redraw(true) : page.moveTo(index)));
 onTheme(() => redraw(true));
 bindTransport(page, { openTab, showLink, describe });
 new ResizeObserver(() => redraw(true)).observe(document.querySelector("main"));
+bindWhatIf(page);
 readColours();
 openTab("why");
 openSource(page, { redraw, followLink });

@@ -2,6 +2,7 @@
 
 import { byId, element, setText } from "./draw.js";
 import { follow, parseLines } from "./feed.js";
+import { showControls } from "./traffic.js";
 
 const CHUNK = 200_000; // Lines that are added at once.
 const PHASES = { starting: "starting", importing: "importing", loading: "loading the model", allocating: "allocating memory", warming: "warming up", down: "engine restarting" };
@@ -9,7 +10,7 @@ const PHASES = { starting: "starting", importing: "importing", loading: "loading
 export async function openSource(page, tools) {
   const embedded = byId("recording");
   if (embedded) {
-    byId("save").hidden = true; // This is such a file.
+    for (const id of ["save", "tab-what-if"]) byId(id).hidden = true; // They need a server.
     return openRecording(page, tools, await unpack(embedded.textContent));
   }
   if (document.body.dataset.recording) return openRecording(page, tools, await fetchRecording(document.body.dataset.recording));
@@ -72,6 +73,8 @@ function showServer({ server, model }) {
   const { state, phase, progress } = server;
   const words = state === "ready" ? "ready" : state === "restarting" && phase !== "ready" ? `engine restarting: ${PHASES[phase] ?? phase}` : PHASES[phase] && state !== "ready" ? PHASES[phase] : state;
   say(state, words);
+  showControls(server);
+  byId("tab-what-if").hidden = !server.controls;
   byId("progress").hidden = progress === undefined;
   if (progress !== undefined) byId("progress-bar").style.width = `${100 * progress}%`;
   if (!model) return;

@@ -47,7 +47,7 @@ export function stateFrom(about, snapshot, number = 0, step = 0, time = 0) {
     state.sequences.set(seq, newSequence({ ...fields, id: seq, table: fields.table.slice(), waits: known }));
     for (const block of fields.table) state.references[block] += 1;
   }
-  for (const block of snapshot.promoted) state.references[block] += 1;
+  for (const block of [...snapshot.promoted, ...snapshot.withheld]) state.references[block] += 1;
   for (const [block, content, parent] of snapshot.contents) {
     state.contents[block] = content;
     state.parents[block] = parent;

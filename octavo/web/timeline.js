@@ -5,26 +5,12 @@
 //   lanes     one for each request: waiting, prefill chunks, decode steps, preemptions
 
 import { fillOf, lookOf, nameOf } from "./colours.js";
-import { byId, colour, count, element, explain, plural, prepare, spell } from "./draw.js";
+import { colour, count, explain, plural, prepare, spell } from "./draw.js";
 import { lastLanded } from "./spans.js";
 import { FINISH_REASONS } from "./words.js";
 
 const GUTTER = 58, AXIS = 16, TOKENS = 46, DEVICE = 13, HOST = 11, LANE = 21;
-const canvas = byId("timeline");
-let width = 4e6; // Microseconds that are shown.
-let right = null; // The time at the right edge; null: the chosen moment.
-let scroll = 0; // Lanes that are scrolled out at the top.
-let shown = null;
-let listeners = { select: () => {}, selectStep: () => {}, hover: () => {}, redraw: () => {} };
-let isChosen = false; // The user has chosen the zoom.
-
-export function onTimeline(given) {
-  listeners = given;
-}
-
-const legend = byId("timeline-legend");
-for (const [name, words] of [["waiting", "waits"], ["prefill", "prefill"], ["decode", "decode"], ["alarm", "preempted"], ["tier", "swapped"]])
-  legend.append(element("li", "", element("i", `key ${name}`), words));
+const TOP = AXIS + TOKENS + DEVICE + HOST + 10; // Where the lanes begin.
 
 // The steps that overlap an interval.
 function stepsBetween(steps, from, to) {
@@ -41,34 +27,13 @@ function stepsBetween(steps, from, to) {
 
 const hasEnded = (lane, time) => lane.end <= time;
 
-function chooseWidth(spans, now) {
-  if (isChosen || spans.steps.length < 2) return;
+// Returns how many microseconds to show, so that about 40 steps are seen. It changes rarely, so that the picture stays calm.
+function chooseWidth(spans, now, width) {
+  if (spans.steps.length < 2) return width;
   const place = Math.max(0, lastLanded(spans.steps, now));
   const earlier = spans.steps[Math.max(0, place - 40)];
   const wanted = Math.max(0.2e6, Math.min(30e6, (spans.steps[place].landed - earlier.start) * 1.05));
-  // The width follows slowly, so that the picture stays calm.
-  if (wanted > width * 1.6 || wanted < width / 1.6) width = wanted;
-}
-
-export function drawTimeline(spans, now, marks, { hidesFuture }) {
-  const { context, width: pixels, height } = prepare(canvas);
-  if (!pixels) return;
-  chooseWidth(spans, now);
-  const end = right ?? now, start = end - width, scale = (pixels - GUTTER) / width;
-  const x = (time) => GUTTER + (time - start) * scale;
-  const limit = hidesFuture ? now : Infinity;
-  const steps = stepsBetween(spans.steps, start, Math.min(end, limit));
-  const lanes = spans.allLanes.filter((lane) => lane.arrival <= Math.min(end, limit) && lane.end >= start);
-  const room = Math.max(1, Math.floor((height - AXIS - TOKENS - DEVICE - HOST - 10) / LANE));
-  scroll = Math.max(0, Math.min(scroll, lanes.length - room));
-  // Of many lanes, those that are live come first.
-  const order = lanes.length > room ? [...lanes.filter((lane) => !hasEnded(lane, now)), ...lanes.filter((lane) => hasEnded(lane, now))] : lanes;
-  const visible = order.slice(scroll, scroll + room);
-  shown = { spans, steps, visible, start, scale, height, now, hidden: lanes.length - visible.length };
-  drawAxis(context, start, end, x, pixels, height);
-  drawSteps(context, steps, x, pixels);
-  visible.forEach((lane, i) => drawLane(context, spans, lane, AXIS + TOKENS + DEVICE + HOST + 10 + i * LANE, { x, start, end, now: Math.min(end, limit), marks, pixels }));
-  drawEdges(context, { x, now, end, pixels, height, limit });
+  return wanted > width * 1.6 || wanted < width / 1.6 ? wanted : width;
 }
 
 function niceInterval(microseconds) {
@@ -207,7 +172,7 @@ function drawDecode(context, spans, lane, span, top, { x, start, now }) {
     const left = Math.max(GUTTER, x(step.start)), to = x(Math.min(step.landed, now));
     if (to <= GUTTER) continue;
     const wide = to - left, gap = wide > 3 ? 1 : 0;
-    if (wide < 1) { // Many steps in a pixel: draw the rest of the span at once.
+    if (x(step.landed) - x(step.start) < 1) { // Many steps in a pixel: draw the rest of the span at once.
       const rest = x(Math.min(span.end, now)) - left;
       context.fillRect(left, top, Math.max(1, rest), tall);
       return;
@@ -250,30 +215,136 @@ function drawEnd(context, lane, at, middle) {
   context.stroke();
 }
 
-function drawEdges(context, { x, now, end, pixels, height, limit }) {
+function drawEdges(context, { x, now, end, pixels, height, limit, hidden }) {
   if (limit === Infinity && now < end) {
     context.fillStyle = colour("veil");
     context.fillRect(x(now), AXIS, pixels - x(now), height);
   }
   context.fillStyle = colour("accent");
   if (now <= end) context.fillRect(Math.min(pixels - 1.5, x(now)), AXIS - 4, 1.5, height);
-  if (!shown.hidden) return;
+  if (!hidden) return;
   context.fillStyle = colour("dim");
   context.font = "10px system-ui, sans-serif";
   context.textAlign = "right";
   context.textBaseline = "alphabetic";
-  context.fillText(`${shown.hidden} more: scroll`, pixels - 6, height - 4);
+  context.fillText(`${hidden} more: scroll`, pixels - 6, height - 4);
   context.textAlign = "left";
 }
 
-// ---- questions ----------------------------------------------------------------------------------------
+// ---- one timeline -----------------------------------------------------------------------------------------
 
-function laneAt(y) {
-  return shown?.visible[Math.floor((y - (AXIS + TOKENS + DEVICE + HOST + 10)) / LANE)];
+export class Timeline {
+  // `listeners`: select(sequence id), selectStep(step), hover(sequence id), redraw().
+  constructor(canvas, listeners) {
+    this.canvas = canvas;
+    this.listeners = { select: () => {}, selectStep: () => {}, hover: () => {}, redraw: () => {}, ...listeners };
+    this.width = 4e6; // Microseconds that are shown.
+    this.isChosen = false; // The user has chosen the width.
+    this.right = null; // The time at the right edge; null: the chosen moment.
+    this.scroll = 0; // Lanes that are scrolled out at the top.
+    this.shown = null;
+    this.#listen();
+  }
+
+  draw(spans, now, marks, { hidesFuture }) {
+    const { context, width: pixels, height } = prepare(this.canvas);
+    if (!pixels) return;
+    if (!this.isChosen) this.width = chooseWidth(spans, now, this.width);
+    const end = this.right ?? now, start = end - this.width, scale = (pixels - GUTTER) / this.width;
+    const x = (time) => GUTTER + (time - start) * scale;
+    const limit = hidesFuture ? now : Infinity;
+    const steps = stepsBetween(spans.steps, start, Math.min(end, limit));
+    const lanes = spans.allLanes.filter((lane) => lane.arrival <= Math.min(end, limit) && lane.end >= start);
+    const room = Math.max(1, Math.floor((height - TOP) / LANE));
+    this.scroll = Math.max(0, Math.min(this.scroll, lanes.length - room));
+    // Of many lanes, those that are live come first.
+    const order = lanes.length > room ? [...lanes.filter((lane) => !hasEnded(lane, now)), ...lanes.filter((lane) => hasEnded(lane, now))] : lanes;
+    const visible = order.slice(this.scroll, this.scroll + room), hidden = lanes.length - visible.length;
+    this.shown = { steps, visible, start, scale, now };
+    drawAxis(context, start, end, x, pixels, height);
+    drawSteps(context, steps, x, pixels);
+    visible.forEach((lane, i) => drawLane(context, spans, lane, TOP + i * LANE, { x, start, end, now: Math.min(end, limit), marks, pixels }));
+    drawEdges(context, { x, now, end, pixels, height, limit, hidden });
+  }
+
+  zoomBy(factor) {
+    this.isChosen = true;
+    this.width = Math.max(2000, Math.min(3600e6, this.width * factor));
+    this.listeners.redraw();
+  }
+
+  // Shows these microseconds up to the chosen moment.
+  showAll(width) {
+    this.isChosen = true;
+    this.width = width;
+  }
+
+  followNow() {
+    this.right = null;
+  }
+
+  #pan(time) {
+    if (!this.shown) return;
+    this.right = Math.max(this.width * 0.1, (this.right ?? this.shown.now) + time);
+    if (this.right >= this.shown.now && time > 0) this.right = null;
+  }
+
+  #laneAt(y) {
+    return this.shown?.visible[Math.floor((y - TOP) / LANE)];
+  }
+
+  #timeAt(x) {
+    return this.shown.start + (x - GUTTER) / this.shown.scale;
+  }
+
+  #stepAt(time) {
+    return this.shown.steps.find((step) => time >= step.start && time <= step.landed);
+  }
+
+  #describe(x, y) {
+    const lane = this.#laneAt(y);
+    if (!this.shown || x < GUTTER) return lane?.request ?? "";
+    const time = this.#timeAt(x), step = this.#stepAt(time);
+    if (!lane) return step ? describeStep(step).join("\n") : "";
+    const span = lane.spans.findLast((each) => each.start <= time);
+    if (!span || time > Math.min(this.shown.now, lane.end)) return "";
+    const name = nameOf(lane), lasted = spell(Math.min(span.end, lane.end, this.shown.now) - span.start);
+    if (lane.end <= time) return `${name}: ${FINISH_REASONS[lane.reason] ?? lane.reason}`;
+    if (span.kind === "prefill") return `${name}: prefill of tokens ${count(span.from + 1)}–${count(span.from + span.tokens)} in step ${count(span.step)}, ${lasted}`;
+    if (span.kind === "decode") return [`${name}: decode`, ...(step ? describeStep(step) : [])].join("\n");
+    const admission = lane.marks.find((mark) => mark.kind === "admitted" && mark.time >= span.end);
+    const cost = admission && span.kind !== "waiting" ? `\n${count(admission.recomputed)} tokens recomputed, ${count(admission.cached)} found in the cache` : "";
+    return `${name}: ${span.kind} for ${lasted}\n${span.why ?? ""}${cost}`;
+  }
+
+  #listen() {
+    const { canvas, listeners } = this;
+    explain(canvas, (x, y) => this.#describe(x, y));
+    canvas.addEventListener("pointermove", (event) => listeners.hover(this.#laneAt(event.offsetY)?.id ?? 0));
+    canvas.addEventListener("pointerleave", () => listeners.hover(0));
+    canvas.addEventListener("click", (event) => {
+      if (!this.shown) return;
+      const lane = this.#laneAt(event.offsetY), step = event.offsetX > GUTTER ? this.#stepAt(this.#timeAt(event.offsetX)) : null;
+      if (lane) listeners.select(lane.id);
+      else if (step && event.offsetY < TOP - 4) listeners.selectStep(step);
+    });
+    canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      if (event.ctrlKey || event.metaKey) this.zoomBy(event.deltaY > 0 ? 1.25 : 0.8);
+      else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.#pan((event.deltaX / canvas.clientWidth) * this.width);
+      else this.scroll += Math.sign(event.deltaY);
+      listeners.redraw();
+    }, { passive: false });
+    canvas.addEventListener("keydown", (event) => {
+      const actions = { "+": () => this.zoomBy(0.6), "=": () => this.zoomBy(0.6), "-": () => this.zoomBy(1.7), ArrowUp: () => (this.scroll -= 1), ArrowDown: () => (this.scroll += 1) };
+      if (!actions[event.key]) return;
+      event.preventDefault();
+      event.stopPropagation();
+      actions[event.key]();
+      listeners.redraw();
+    });
+  }
 }
-
-const timeAt = (x) => shown.start + (x - GUTTER) / shown.scale;
-const stepAt = (time) => shown.steps.find((step) => time >= step.start && time <= step.landed);
 
 export function describeStep(step) {
   const lines = [`step ${count(step.number)}: ${spell(step.landed - step.start)}`];
@@ -288,60 +359,3 @@ export function describeStep(step) {
   if (step.urgent) lines.push("other sequences pause for an urgent prompt");
   return lines;
 }
-
-explain(canvas, (x, y) => {
-  if (!shown || x < GUTTER) return shown && laneAt(y) ? laneAt(y).request : "";
-  const time = timeAt(x), lane = laneAt(y), step = stepAt(time);
-  if (!lane) return step ? describeStep(step).join("\n") : "";
-  const span = lane.spans.findLast((each) => each.start <= time);
-  if (!span || time > Math.min(shown.now, lane.end)) return "";
-  const name = nameOf(lane), lasted = spell(Math.min(span.end, lane.end, shown.now) - span.start);
-  if (lane.end <= time) return `${name}: ${FINISH_REASONS[lane.reason] ?? lane.reason}`;
-  if (span.kind === "prefill") return `${name}: prefill of tokens ${count(span.from + 1)}–${count(span.from + span.tokens)} in step ${count(span.step)}, ${lasted}`;
-  if (span.kind === "decode") return [`${name}: decode`, ...(step ? describeStep(step) : [])].join("\n");
-  const admission = lane.marks.find((mark) => mark.kind === "admitted" && mark.time >= span.end);
-  const cost = admission && span.kind !== "waiting" ? `\n${count(admission.recomputed)} tokens recomputed, ${count(admission.cached)} found in the cache` : "";
-  return `${name}: ${span.kind} for ${lasted}\n${span.why ?? ""}${cost}`;
-});
-canvas.addEventListener("pointermove", (event) => listeners.hover(laneAt(event.offsetY)?.id ?? 0));
-canvas.addEventListener("pointerleave", () => listeners.hover(0));
-canvas.addEventListener("click", (event) => {
-  if (!shown) return;
-  const lane = laneAt(event.offsetY), step = event.offsetX > GUTTER ? stepAt(timeAt(event.offsetX)) : null;
-  if (lane) listeners.select(lane.id);
-  if (step && event.offsetY < AXIS + TOKENS + DEVICE + HOST + 6) listeners.selectStep(step);
-});
-canvas.addEventListener("wheel", (event) => {
-  event.preventDefault();
-  if (event.ctrlKey || event.metaKey) zoomBy(event.deltaY > 0 ? 1.25 : 0.8);
-  else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan((event.deltaX / canvas.clientWidth) * width);
-  else scroll += Math.sign(event.deltaY);
-  listeners.redraw();
-}, { passive: false });
-canvas.addEventListener("keydown", (event) => {
-  const actions = { "+": () => zoomBy(0.6), "=": () => zoomBy(0.6), "-": () => zoomBy(1.7), ArrowUp: () => (scroll -= 1), ArrowDown: () => (scroll += 1) };
-  if (!actions[event.key]) return;
-  event.preventDefault();
-  event.stopPropagation();
-  actions[event.key]();
-  listeners.redraw();
-});
-
-export function zoomBy(factor) {
-  isChosen = true;
-  width = Math.max(2000, Math.min(3600e6, width * factor));
-  listeners.redraw();
-}
-
-function pan(time) {
-  if (!shown) return;
-  right = Math.max(width * 0.1, (right ?? shown.now) + time);
-  if (right >= shown.now && time > 0) right = null;
-}
-
-export function followNow() {
-  right = null;
-}
-
-byId("wider").addEventListener("click", () => zoomBy(1.7));
-byId("narrower").addEventListener("click", () => zoomBy(0.6));

@@ -33,7 +33,7 @@ class StreamMirror:
         self.tables = {seq["seq"]: list(seq["table"]) for seq in state["sequences"]}
         self.contents = {block: content for block, content, _ in state["contents"]}
         self.references = Counter(block for table in self.tables.values() for block in table)
-        self.references.update(state["promoted"])
+        self.references.update(state["promoted"] + state["withheld"])
         self.planned: dict[int, list[int]] = {  # steps in flight
             plan["step"]: [item[0] for item in plan["items"]] for plan in state["in_flight"]
         }

@@ -225,21 +225,65 @@ def test_no_text_and_no_token_goes_out(running: Running) -> None:
     assert "xyzzy" not in text and "hush" not in text and tokens not in text.replace(" ", "")
 
 
-def test_text_goes_out_if_the_server_was_asked_to_show_it(tmp_path: Path) -> None:
-    file = tmp_path / "events.jsonl"
-    engine = {"show_text": True, "record_events": str(file)}
-    with server(tmp_path, engine=engine) as one, watch(one) as socket:
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server that shows text, records its events, and has controls."""
+    folder = tmp_path_factory.mktemp("shown")
+    engine = {"show_text": True, "record_events": str(folder / "events.jsonl"), "depth": 1}
+    with server(folder, engine=engine, live_controls=True) as found:
+        yield found
+
+
+def test_text_goes_out_if_the_server_was_asked_to_show_it(shown: Running) -> None:
+    with watch(shown) as socket:
         found = lines(socket)
         until(found, "snapshot")
-        one.complete(prompt="xyzzy plugh", max_tokens=4)
+        shown.complete(prompt="xyzzy plugh", max_tokens=4)
         seen = until(found, "finished")
     arrived = next(line for line in seen if line[0] == "arrived")
     assert arrived[-1] == "xyzzy plugh"
     assert any(line[-1] for line in seen if line[0] == "landed"), "the reply"
-    recorded = [json.loads(line) for line in read_recording(file).splitlines()]
+    recorded = [
+        json.loads(line) for line in read_recording(shown.log.parent / "events.jsonl").splitlines()
+    ]
     assert [line for line in recorded if line[0] != "snapshot"][: len(seen)] == [
         line for line in seen if line[0] != "snapshot"
     ], "a recording has the same lines"
+
+
+def test_settings_of_the_running_engine_can_be_changed(shown: Running, running: Running) -> None:
+    with watch(shown) as socket:
+        caught_up(socket)
+        changes = {"policy": "shortest", "block_limit": 400}
+        assert shown.post("/live/settings", changes).json() == {"changed": changes}
+        assert until(lines(socket), "settings")[-1][4]["policy"] == "shortest"
+    check_error(shown.post("/live/settings", {"policy": "lifo"}), 400, code="invalid_setting")
+    check_error(shown.post("/live/settings", {"seed": 1}), 400, param="seed")
+    foreign = {"Origin": "https://evil.example"}
+    check_error(shown.post("/live/settings", changes, headers=foreign), 403, code="wrong_origin")
+    for path in ("/live/settings", "/live/crash", "/live/what-if"):
+        check_error(running.post(path, {}), 403, code="no_live_controls")
+
+
+def test_what_the_page_has_seen_can_be_simulated_otherwise(shown: Running) -> None:
+    with watch(shown) as socket:
+        caught_up(socket)
+        with generating(shown, 4, max_tokens=30):
+            pass
+        caught_up(socket)
+        result = shown.post("/live/what-if", {"policy": "priority"}).json()
+        assert "finished" in result["changed"] and result["changes"] == {"policy": "priority"}
+        assert "message" in shown.post("/live/what-if", {"policy": "lifo"}).json()
+
+
+def test_a_crash_on_request_is_survived(shown: Running) -> None:
+    before = shown.engines()
+    assert shown.post("/live/crash", {}).json() == {"crashed": True}
+    end = time.monotonic() + 60
+    while shown.engines() in ([], before) and time.monotonic() < end:
+        time.sleep(0.05)
+    shown.wait()
+    assert shown.complete(max_tokens=2)["choices"]
 
 
 def test_nothing_is_asked_of_the_engine_while_nobody_watches(

@@ -116,6 +116,9 @@ GETS = {
 POSTS_WITHOUT_BODY = {
     "/flush_cache": "Empty the prefix cache, for administrators only if there are API keys.",
     "/reset_prefix_cache": "Do the same as /flush_cache.",
+    "/live/settings": "Change settings of the running engine. This needs --live-controls.",
+    "/live/crash": "Kill the engine process. This needs --live-controls.",
+    "/live/what-if": "Simulate requests under other settings. This needs --live-controls.",
     "/ping": "Return the same as /readyz.",
     "/sleep": "End the engine process until /wake_up, for administrators only if there are keys.",
     "/wake_up": "Start the engine process again.",

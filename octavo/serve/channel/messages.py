@@ -72,11 +72,27 @@ class ReportRefusal(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
+class ChangeSettings(msgspec.Struct, tag=True, array_like=True):
+    """Change settings of the scheduler (octavo/core/live_settings.py). SettingsReply answers it."""
+
+    changes: dict[str, Any]
+
+
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
-ToEngine = Start | Add | Abort | Stop | ClearCache | WatchEvents | ReportRefusal | Shutdown
+ToEngine = (
+    Start
+    | Add
+    | Abort
+    | Stop
+    | ClearCache
+    | WatchEvents
+    | ReportRefusal
+    | ChangeSettings
+    | Shutdown
+)
 
 # ---- to the front --------------------------------------------------------------------------------
 
@@ -216,6 +232,12 @@ class EventLines(msgspec.Struct, tag=True, array_like=True):
     is_start: bool  # The first line is a snapshot.
 
 
+class SettingsReply(msgspec.Struct, tag=True, array_like=True):
+    """The answer to ChangeSettings: what is wrong with the changes, or "" """
+
+    error: str
+
+
 class EngineFailed(msgspec.Struct, tag=True, array_like=True):
     """The engine cannot serve the model for this reason, and ends."""
 
@@ -232,6 +254,7 @@ ToFront = (
     | RequestSpans
     | Heartbeat
     | EventLines
+    | SettingsReply
     | EngineFailed
 )
 

@@ -11,6 +11,7 @@ from octavo.serve.endpoints import (
     anthropic_routes,
     completions,
     file_routes,
+    live_controls,
     ollama_routes,
     operator_routes,
     pooling_routes,
@@ -94,6 +95,9 @@ POST: dict[str, Handler] = {
     "/wake_up": operator_routes.wake_up,
     "/flush_cache": router_routes.flush_cache,
     "/reset_prefix_cache": router_routes.flush_cache,
+    "/live/settings": live_controls.settings,
+    "/live/crash": live_controls.crash,
+    "/live/what-if": live_controls.what_if,
 }
 DELETE: dict[str, Handler] = {
     "/v1/responses/{id}": responses_routes.delete,

@@ -25,7 +25,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from octavo import __version__
 from octavo.serve.api.api_errors import ApiError
 from octavo.serve.channel.messages import EventLines, WatchEvents
-from octavo.serve.front.event_buffer import EventBuffer, EventReader
+from octavo.serve.front.event_buffer import EventReader
 from octavo.serve.front.front import Front
 from octavo.serve.front.keys import Bucket
 
@@ -53,7 +53,7 @@ class WatchEndpoint:
     def __init__(self, front: Front):
         self.front = front
         self.watchers: set[WebSocket] = set()
-        self.buffer = EventBuffer()
+        self.buffer = front.events
         self.watched_start = 0  # The engine process that sends lines, as counted by the supervisor.
         self._task: asyncio.Task[None] | None = None
         front.client.on_event_lines = self._receive
@@ -162,6 +162,7 @@ class WatchEndpoint:
                 "name": self.front.config.name,
                 "version": __version__,
                 "starts": client.supervisor.starts,
+                "controls": self.front.config.live_controls,
             },
             "model": None if loaded is None else {name: getattr(loaded, name) for name in MODEL},
             "watchers": len(self.watchers),

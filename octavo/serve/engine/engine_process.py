@@ -33,6 +33,7 @@ from octavo.core.draft_methods import describe as describe_speculative
 from octavo.core.engine import Engine
 from octavo.core.event_recorder import EventRecorder
 from octavo.core.event_stream import EventStream
+from octavo.core.live_settings import change_settings
 from octavo.core.speculation import DraftCounters
 from octavo.core.tier_index import TierIndex
 from octavo.errors import InvalidRequest, OctavoError
@@ -44,6 +45,7 @@ from octavo.serve.channel.messages import (
     Abort,
     Accepted,
     Add,
+    ChangeSettings,
     ClearCache,
     EngineFailed,
     EventLines,
@@ -53,6 +55,7 @@ from octavo.serve.channel.messages import (
     Ready,
     Refused,
     ReportRefusal,
+    SettingsReply,
     Shutdown,
     Start,
     StepOutputs,
@@ -187,6 +190,8 @@ class EngineLoop:
             self._watch(message.on)
         elif isinstance(message, ReportRefusal):
             self._report_refusal(message.id, message.reason)
+        elif isinstance(message, ChangeSettings):
+            self._change_settings(message.changes)
         elif isinstance(message, Stop):
             engine.stop(message.id, message.index)
         elif isinstance(message, ClearCache):
@@ -322,6 +327,15 @@ class EngineLoop:
         elif is_start or not self.lines_lost:
             self.lines_lost = False
             self.link.send(EventLines(lines, is_start))
+
+    def _change_settings(self, changes: dict[str, Any]) -> None:
+        error = ""
+        try:
+            change_settings(self.engine.scheduler, changes)
+        except InvalidRequest as invalid:
+            error = str(invalid)
+        self.stream.flush()
+        self.link.send(SettingsReply(error))
 
     def _report_refusal(self, request_id: str, reason: str) -> None:
         events = self.engine.events

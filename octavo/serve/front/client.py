@@ -42,6 +42,7 @@ from octavo.serve.channel.messages import (
     Refused,
     ReportRefusal,
     RequestSpans,
+    SettingsReply,
     StepOutputs,
     Stop,
     ToFront,
@@ -290,6 +291,8 @@ class EngineClient:
         # True means that the engine reported that it has no room for waiting requests.
         self.engine_saturated = False
         self.on_event_lines: Callable[[EventLines], None] = lambda message: None
+        # The reply to a change of settings that is in progress (endpoints/live_controls.py).
+        self.settings_reply: asyncio.Future[str] | None = None
         # True means that the event stream shows refusals, because it is recorded or watched.
         self.reports_refusals = False
         self.quarantine = Quarantine()
@@ -536,6 +539,9 @@ class EngineClient:
             self._receive_step(message)
         elif isinstance(message, EventLines):
             self.on_event_lines(message)
+        elif isinstance(message, SettingsReply):
+            if self.settings_reply is not None and not self.settings_reply.done():
+                self.settings_reply.set_result(message.error)
         elif isinstance(message, RequestSpans):
             if self.tracing is not None:
                 self.tracing.add_engine_spans(message)

@@ -45,6 +45,10 @@ class EventBuffer:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def lines(self) -> bytes:
+        """Return all lines that are kept. The first one is a snapshot."""
+        return b"".join(part for segment in self.segments for part in segment.parts)
+
     def clear(self) -> None:
         self.segments.clear()
         self.size = 0

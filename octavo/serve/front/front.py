@@ -16,6 +16,7 @@ from octavo.serve.channel.messages import Loaded
 from octavo.serve.front.batch_store import BatchStore, StoredBatch
 from octavo.serve.front.body_memory import BodyMemory
 from octavo.serve.front.client import EngineClient
+from octavo.serve.front.event_buffer import EventBuffer
 from octavo.serve.front.file_store import FileStore
 from octavo.serve.front.keys import Key, Keys
 from octavo.serve.front.metrics import Metrics
@@ -55,6 +56,7 @@ class Front:
         self.text = Texts(self.pool, config.limits.template_seconds, lambda: self.idle)
         self.bodies = BodyMemory(config.limits)
         self.responses = ResponseStore(config.limits)
+        self.events = EventBuffer()
         self.files = FileStore(config.files_dir, config.limits)
         self.batches = BatchStore(self.files)
         # What runs batches (endpoints/batch_runner.py). None means that batches are not run.

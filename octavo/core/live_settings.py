@@ -1,0 +1,158 @@
+"""Settings of a scheduler that may be changed while it runs, for demonstrations on the live page.
+
+    policy        the order of the queue: one of the built-in policies
+    token_budget  tokens of a step, at most max_num_batched_tokens
+    chunk         prompt tokens of a step, at most token_budget
+    block_limit   blocks that may be used; the others are withheld
+
+No change can leave a request waiting for ever: a limit that a live request may need more than is
+refused. The tokens of a request do not depend on any of these settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from octavo.core.policy import POLICIES
+from octavo.core.queues import Queues, by_rank
+from octavo.core.scheduler import Scheduler
+from octavo.core.step_budget import Allowance, PromptBudget
+from octavo.core.step_shape import StepShaper, piggybacks
+from octavo.errors import InvalidRequest
+from octavo.events import BlocksAllocated, BlocksReleased, SettingsChanged
+from octavo.params import check_whole
+from octavo.types import Sequence
+
+
+class CappedPrompts:
+    """Steps compute at most `cap` prompt tokens, and what another budget allows."""
+
+    def __init__(self, budget: PromptBudget, cap: int):
+        self.budget = budget
+        self.cap = cap
+
+    def allow(self, limit: int, num_decoding: int, queues: Queues) -> Allowance:
+        return self.budget.allow(min(limit, self.cap), num_decoding, queues)
+
+
+def describe_settings(scheduler: Scheduler) -> dict[str, Any]:
+    token_budget = scheduler.shaper.token_cap.maximum
+    budget = scheduler.shaper.prompt_budget
+    return {
+        "policy": scheduler.schedule.policy,
+        "token_budget": token_budget,
+        "chunk": min(budget.cap, token_budget)
+        if isinstance(budget, CappedPrompts)
+        else token_budget,
+        "block_limit": scheduler.pool.num_blocks - len(scheduler.pool.withheld),
+    }
+
+
+def change_settings(scheduler: Scheduler, changes: dict[str, Any]) -> None:
+    """Change settings between two steps. Raises InvalidRequest, and keeps the settings before the
+    one that is invalid."""
+    for name, value in changes.items():
+        if name not in CHANGES:
+            raise InvalidRequest(f"{name} cannot be changed: use {', '.join(CHANGES)}", name)
+        CHANGES[name](scheduler, value)
+    if SettingsChanged in scheduler.events.listeners:
+        scheduler.events.emit(SettingsChanged(describe_settings(scheduler)))
+
+
+def change_token_budget(scheduler: Scheduler, tokens: int) -> None:
+    schedule = scheduler.schedule
+    check_whole("token_budget", tokens, schedule.max_num_seqs, schedule.max_num_batched_tokens)
+    token_cap = scheduler.shaper.token_cap
+    token_cap.maximum = tokens
+    token_cap.limit = tokens
+
+
+def change_chunk(scheduler: Scheduler, tokens: int) -> None:
+    check_whole("chunk", tokens, 1, scheduler.schedule.max_num_batched_tokens)
+    shaper = scheduler.shaper
+    budget = shaper.prompt_budget
+    inner = budget.budget if isinstance(budget, CappedPrompts) else budget
+    shaper.prompt_budget = CappedPrompts(inner, tokens)
+
+
+def change_block_limit(scheduler: Scheduler, num_blocks: int) -> None:
+    """Withhold blocks, as far as they are not in use, or give them back."""
+    pool = scheduler.pool
+    needed = max((_most_blocks(scheduler, seq) for seq in scheduler.live.values()), default=1)
+    check_whole("block_limit", num_blocks, 1, pool.num_blocks)
+    if num_blocks < needed:
+        raise InvalidRequest(
+            f"a live request may need {needed} blocks: choose at least that many, or wait until it "
+            "has finished",
+            "block_limit",
+        )
+    to_withhold = pool.num_blocks - num_blocks - len(pool.withheld)
+    taken = [pool.allocate() for _ in range(min(to_withhold, len(pool.free_blocks)))]
+    pool.withheld += taken
+    if taken and BlocksAllocated in scheduler.events.listeners:
+        scheduler.events.emit(BlocksAllocated(None, 0, taken))
+    returned = [pool.withheld.pop() for _ in range(-to_withhold)]
+    for block in returned:
+        pool.release(block)
+    if returned and BlocksReleased in scheduler.events.listeners:
+        scheduler.events.emit(BlocksReleased(None, returned))
+    pool.unpublished_blocks.clear()  # No plan stores what was evicted here in a lower tier.
+    # A request that needs more can never run, and is refused when it arrives.
+    limit = pool.num_blocks - len(pool.withheld)
+    scheduler.cache = replace(scheduler.cache, num_blocks=limit)
+
+
+def _most_blocks(scheduler: Scheduler, seq: Sequence) -> int:
+    """Return how many blocks a sequence may hold at its end."""
+    positions = min(seq.position_limit - 1, scheduler.max_kv_positions)
+    return math.ceil(positions / scheduler.pool.block_size)
+
+
+def change_policy(scheduler: Scheduler, name: str) -> None:
+    """Rank all sequences anew. Under a policy with changing ranks, those that have started come
+    before those that have not, in the order of arrival."""
+    if name not in POLICIES:
+        raise InvalidRequest(f"unknown policy {name!r}: use {', '.join(POLICIES)}", "policy")
+    if scheduler.schedule.depth > 1 and POLICIES[name].preemptive:
+        raise InvalidRequest(
+            f"the policy {name} needs an engine with one step in flight: start it with --depth 1",
+            "policy",
+        )
+    policy = POLICIES[name]()
+    queues = scheduler.queues
+    scheduler.schedule = replace(scheduler.schedule, policy=name)
+    scheduler.policy = policy
+    queues.policy = policy
+    queues.longest_offline_first = piggybacks(scheduler.schedule)
+    for seq in scheduler.live.values():
+        policy.arrived(seq)
+        has_started = seq.preemptions > 0 or seq.slot >= 0
+        policy_rank = policy.rank(seq) if policy.fixed_ranks else -math.inf if has_started else 0.0
+        seq.rank = (policy_rank, *seq.rank[1:])
+    for sequences in (queues.waiting, queues.prefilling, queues.decoding):
+        sequences.sort(key=by_rank)
+    _replace_shaper(scheduler)
+
+
+def _replace_shaper(scheduler: Scheduler) -> None:
+    """Make a shaper for the present policy. It keeps the budget and the batches."""
+    before = scheduler.shaper
+    scheduler.events.unsubscribe(before._learn)
+    shaper = StepShaper(scheduler.schedule, scheduler.queues, scheduler.prefix)
+    shaper.token_cap = before.token_cap
+    shaper.batches = before.batches
+    if isinstance(before.prompt_budget, CappedPrompts):
+        shaper.prompt_budget = CappedPrompts(shaper.prompt_budget, before.prompt_budget.cap)
+    scheduler.shaper = shaper
+    scheduler.reports.shaper = shaper
+
+
+CHANGES: dict[str, Callable[[Scheduler, Any], None]] = {
+    "policy": change_policy,
+    "token_budget": change_token_budget,
+    "chunk": change_chunk,
+    "block_limit": change_block_limit,
+}
