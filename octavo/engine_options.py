@@ -84,15 +84,14 @@ def attention_name(name: str, value: Any) -> str:
 
 # The backends of octavo/ops/backends.py, which imports torch.
 ATTENTION_NAMES = ("reference", "cpu", "triton")
-# vLLM's names of quantised checkpoints. Such a checkpoint is recognised by its content.
-STORED_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf")
 # vLLM's names of ways to read a checkpoint, which is recognised by its content too.
 READ_FORMATS = ("safetensors", "hf", "mistral", "gguf", "fastsafetensors")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
 def weight_format(name: str, value: Any) -> str:
-    return "auto" if value is None or value in STORED_FORMATS else value
+    """The loader checks the name (octavo/model/load.py)."""
+    return "auto" if value is None else value
 
 
 def load_format(name: str, value: Any) -> str:

@@ -53,6 +53,7 @@ from octavo.errors import InvalidRequest
 from octavo.event_streams import StreamFactory, StreamText
 from octavo.generation_config import default_sampling, read_generation_config
 from octavo.llm_metrics import Metric, RequestTotals
+from octavo.model.weight_summary import summarize_weights
 from octavo.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -243,6 +244,11 @@ class LLM:
             loaded = with_drafter(loaded, options)
         llm._build(loaded, options, recommended)
         return llm
+
+    @property
+    def weights_summary(self) -> str:
+        """The format of the weights in words, such as "4-bit weights (GGUF)"."""
+        return summarize_weights(self.model, self.checkpoint)
 
     @property
     def engine(self) -> Engine:

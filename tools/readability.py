@@ -166,6 +166,8 @@ def main() -> int:
     for limit, failed in failures.items():
         if failed:
             print(f"readability: the limit on {limit} is exceeded (tools/readability.py)")
+    if any(failures.values()):
+        print("\n".join([*total.large_functions, *doubled]))
     return int(any(failures.values()))
 
 

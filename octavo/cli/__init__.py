@@ -1,6 +1,7 @@
-"""The `octavo` command. Each subcommand is one module, and shared options are in options.py.
+"""The `octavo` command. commands.py lists the subcommands, and shared options are in options.py.
 
-No module imports torch at the top, so `octavo --help` answers at once.
+This module imports only what starts quickly, so that a status line appears at once. No module of
+the package imports torch at the top.
 """
 
 from __future__ import annotations
@@ -9,95 +10,12 @@ import io
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Any
 
-import typer
+from octavo.cli import status
 
-from octavo import __version__
-from octavo.cli import (
-    bench_ablation,
-    bench_compare,
-    bench_eviction,
-    bench_lab,
-    bench_latency,
-    bench_report,
-    bench_scheduling,
-    bench_serve,
-    bench_speculation,
-    bench_sweep,
-    chat_command,
-    complete,
-    demo_command,
-    doctor,
-    plan,
-    profile_command,
-    quantize,
-    replay_command,
-    route_command,
-    run_batch_command,
-    serve_command,
-    simulate_cluster,
-    simulate_command,
-    timeline_command,
-    train_draft_command,
-)  # fmt: skip
-from octavo.cli.vllm_flags import VllmCommand
-
-# These modules and bench.py add their commands to one group.
-BENCHES = (
-    bench_latency,
-    bench_report,
-    bench_scheduling,
-    bench_eviction,
-    bench_lab,
-    bench_serve,
-    bench_speculation,
-    bench_sweep,
-    bench_ablation,
-    bench_compare,
-)
-app = typer.Typer(
-    name="octavo",
-    help="Octavo: an LLM inference engine small enough to read.",
-    epilog="Without MODEL, commands except quantize use the embedded model. "
-    "Set OCTAVO_DEBUG=1 to see tracebacks.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command(rich_help_panel="Generate")(chat_command.chat)
-app.command(rich_help_panel="Generate")(complete.complete)
-app.command(rich_help_panel="Generate", cls=VllmCommand)(serve_command.serve)
-app.command(rich_help_panel="Generate", cls=VllmCommand)(run_batch_command.run_batch)
-app.command(rich_help_panel="Generate")(route_command.route)
-app.command(rich_help_panel="Look")(plan.plan)
-app.command(rich_help_panel="Look")(doctor.doctor)
-app.command(rich_help_panel="Look")(profile_command.profile)
-app.command(rich_help_panel="Learn")(demo_command.demo)
-app.command(rich_help_panel="Learn")(replay_command.replay)
-app.command(rich_help_panel="Convert")(quantize.quantize)
-app.command(rich_help_panel="Convert")(train_draft_command.train_draft)
-app.command(rich_help_panel="Measure")(simulate_command.simulate)
-app.command(rich_help_panel="Measure")(simulate_cluster.simulate_cluster)
-app.command(rich_help_panel="Measure")(timeline_command.timeline)
-app.add_typer(BENCHES[0].app, name="bench", rich_help_panel="Measure")
-
-
-def show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"octavo {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def octavo(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True),
-    ] = False,
-) -> None:
-    pass
+# Options that answer at once.
+QUICK = ("-h", "--help", "--version")
 
 
 class OneLine(logging.Formatter):
@@ -112,12 +30,31 @@ class OneLine(logging.Formatter):
 
 
 def main() -> None:
+    arguments = sys.argv[1:]
     # Input may contain invalid bytes, and a terminal may lack some characters.
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    if arguments and not any(option in arguments for option in QUICK):
+        status.begin(f"octavo {arguments[0]}: starting")
     handler = logging.StreamHandler()
     if not os.environ.get("OCTAVO_DEBUG"):
         handler.setFormatter(OneLine())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    app()
+    from octavo.cli.commands import COMMANDS, application
+
+    is_known = bool(arguments) and arguments[0] in COMMANDS
+    try:
+        application(arguments[:1] if is_known else COMMANDS)()
+    finally:
+        status.end()
+
+
+def __getattr__(name: str) -> Any:
+    if name != "app":
+        raise AttributeError(f"module 'octavo.cli' has no attribute {name!r}")
+    from octavo.cli.commands import application
+
+    app = application()
+    globals()[name] = app
+    return app

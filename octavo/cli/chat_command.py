@@ -34,8 +34,9 @@ from octavo.cli.options import (
     flag,
     load_llm,
     option,
+    read_template,
 )
-from octavo.cli.terminal import DIM, ERASE_LINE, Writer, dim, note, short, tokens
+from octavo.cli.terminal import DIM, ERASE_LINE, Writer, dim, note, short, speed_line, tokens
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest, OctavoError
@@ -77,6 +78,15 @@ def chat(
             show_envvar=True,
         ),
     ] = None,
+    chat_template: Annotated[
+        str | None,
+        option(
+            "File with a chat template that replaces the model's.",
+            None,
+            "FILE",
+            parser=read_template,
+        ),
+    ] = None,
     show_thinking: Annotated[
         bool, flag("--show-thinking", "Show the reasoning text inside <think>...</think>.")
     ] = False,
@@ -92,8 +102,10 @@ def chat(
         if str(context.get_parameter_source(name)).endswith("COMMANDLINE")
     }
     if url is None:
-        backend, defaults = open_local(model, engine, seed)
+        backend, defaults = open_local(model, engine, seed, chat_template)
     else:
+        if chat_template is not None:
+            raise InvalidRequest("--chat-template is set by the server: leave out --url or it")
         backend, defaults = open_remote(model, url, api_key, given_options, seed)
     sampling = sampling.with_defaults(defaults, CHAT_FALLBACK)
     sampling.seed = None  # Each reply gets its own seed, derived from `seed`.
@@ -102,26 +114,41 @@ def chat(
 
 
 def open_local(
-    model: str | None, engine: EngineOptions, seed: int
+    model: str | None, engine: EngineOptions, seed: int, chat_template: str | None
 ) -> tuple[ChatBackend, dict[str, Any]]:
     """Load the model. Return its backend and the sampling parameters that it recommends."""
-    from octavo.memory import parameter_count
-
-    llm = load_llm(model, engine, seed=seed)
     model_name = Path(model).name if model else EMBEDDED
-    if llm.get_tokenizer().chat_template is None:
+    if chat_template is None and not has_template(model, engine):
         raise InvalidRequest(
             f"{model_name} has no chat template, so it cannot chat: use `octavo complete "
-            f"{model or ''}`"
+            f"{model or ''}`, or give a template with --chat-template FILE"
         )
+    llm = load_llm(model, engine, seed=seed)
+    if chat_template is not None:
+        llm.get_tokenizer().chat_templates = {"default": chat_template}
+    from octavo.memory import parameter_count
+
     parameters = short(parameter_count(llm.model))
-    dtype = str(llm.model_dtype).removeprefix("torch.")
     backend = LocalBackend(llm)
     note(
-        f"{model_name}, {parameters} parameters, {dtype}, context {tokens(backend.context)}; "
-        "type /help for help, or Ctrl-D to leave"
+        f"{model_name}, {parameters} parameters, {llm.weights_summary}, "
+        f"context {tokens(backend.context)}; type /help for help, or Ctrl-D to leave"
     )
     return backend, llm.default_sampling
+
+
+def has_template(model: str | None, engine: EngineOptions) -> bool:
+    """Return whether a model has a chat template. Its weights are not read."""
+    from octavo.model.load import open_checkpoint
+    from octavo.text.gguf_tokenizer import chat_templates
+    from octavo.text.tokenizer import read_directory_templates
+
+    checkpoint = open_checkpoint(model, engine.revision, weights=False)
+    if engine.tokenizer is not None:
+        return bool(read_directory_templates(Path(engine.tokenizer)))
+    if checkpoint.gguf_metadata is not None:
+        return bool(chat_templates(checkpoint.gguf_metadata))
+    return checkpoint.directory is None or bool(read_directory_templates(checkpoint.directory))
 
 
 def open_remote(
@@ -333,6 +360,8 @@ class ChatSession:
                 f"(the reply ended at {chat.stats.generated_tokens:,} tokens: see --max-tokens and "
                 "--max-model-len)"
             )
+        if has_answer and sys.stderr.isatty():
+            note(speed_line(chat.stats.generated_tokens, chat.stats.rate, chat.stats.cached_tokens))
 
     def reset(self, _: str) -> None:
         self.chat.turns = []

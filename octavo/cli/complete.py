@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 from octavo.cli.options import Model, SamplingOptions, command, fail, flag, load_llm, option
-from octavo.cli.terminal import Writer, note
+from octavo.cli.terminal import Writer, note, speed_line
 from octavo.engine_options import EngineOptions
 
 if TYPE_CHECKING:
@@ -87,17 +88,22 @@ def read_stdin() -> str:
     if sys.stdin.isatty():
         fail('give a prompt: octavo complete -p "Once upon a time", or pipe one in')
     # `echo` adds a newline, which the model would read as the end of a paragraph.
-    return sys.stdin.read().removesuffix("\n")
+    text = sys.stdin.read().removesuffix("\n")
+    if not text:
+        fail('the standard input is empty: pipe a prompt in, or give one with -p "TEXT"')
+    return text
 
 
 def stream_completion(llm: LLM, prompt: str, params: SamplingParams) -> None:
     writer = Writer()
     collected: CompletionOutput | None = None
     token_count = 0
+    first_token_at: float | None = None
     try:
         for output in llm.stream(prompt, params):
             writer.write(output.text)
             token_count += len(output.token_ids)
+            first_token_at = first_token_at or time.monotonic()
             if collected is None:
                 collected = output
             else:
@@ -111,6 +117,10 @@ def stream_completion(llm: LLM, prompt: str, params: SamplingParams) -> None:
             fail("the computation failed before the text was complete", code=1)
         if is_truncated(collected.finish_reason, token_count, params):
             report_truncation(token_count, params)
+        if sys.stderr.isatty() and first_token_at is not None:
+            seconds = time.monotonic() - first_token_at
+            rate = (token_count - 1) / seconds if token_count > 1 and seconds > 0 else None
+            note(speed_line(token_count, rate))
 
 
 def is_truncated(finish_reason: str | None, token_count: int, params: SamplingParams) -> bool:

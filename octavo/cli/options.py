@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_origin, get_type
 
 import typer
 
+from octavo.cli import status
 from octavo.cli.terminal import tokens
 from octavo.config import EMBEDDED, SpeculativeConfig
 from octavo.core.draft_methods import parse_speculative
@@ -154,10 +155,21 @@ def engine_option(name: str) -> Any:
 
 
 def load_llm(model: str | dict[str, Any] | None, engine: EngineOptions, **changes: Any) -> LLM:
-    """Load a model with these options, some of them changed."""
+    """Load a model with these options, some of them changed, and show how far it is."""
+    status.show("importing PyTorch")
     from octavo.llm import LLM
 
-    return LLM.from_options(model, replace(engine, **changes), progress=sys.stderr.isatty())
+    name = "the model" if isinstance(model, dict) else model or EMBEDDED
+
+    def progress(fraction: float) -> None:
+        done = fraction >= 1
+        status.show("allocating memory" if done else f"loading {name}, {fraction:.0%}")
+
+    status.show(f"opening {name}")
+    shown: bool | Callable[[float], None] = progress if status.is_shown() else sys.stderr.isatty()
+    llm = LLM.from_options(model, replace(engine, **changes), progress=shown)
+    status.show("computing the first token")
+    return llm
 
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

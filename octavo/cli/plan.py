@@ -143,27 +143,34 @@ class ModelOutline:
         from octavo.model import quant
         from octavo.model.load import (
             check_divisible,
+            check_stored,
             choose_dtype,
             choose_formats,
             largest_group,
             outline,
         )
         from octavo.model.tensor_parallel import divide_all
+        from octavo.model.weight_summary import summarize_weights
         from octavo.ops.backends import select
         from octavo.ops.reference import ReferenceOps
 
         dtype = choose_dtype(resolve_dtype(options.dtype, kind), self.config)
-        formats = choose_formats(quant.parse(options.quantization), self.checkpoint, kind)
+        formats = choose_formats(
+            quant.parse(check_stored(options.quantization, self.checkpoint)), self.checkpoint, kind
+        )
         # The kernels for a GPU cannot be imported on every machine.
         ops = select("cpu") if kind == "cpu" else ReferenceOps()
         num_ranks = options.tensor_parallel_size
         if num_ranks > 1:
             check_divisible(self.model_class, self.config)
-        group_size = largest_group(quant.parse(options.quantization), self.checkpoint)
+        group_size = largest_group(
+            quant.parse(check_stored(options.quantization, self.checkpoint)), self.checkpoint
+        )
         models = [
             outline(config, self.model_class, ops, getattr(torch, dtype), formats)
             for config in divide_all(self.config, num_ranks, group_size)
         ]
+        self.weights_summary = summarize_weights(models[0], self.checkpoint)
         parts = [ModelFacts.of(model) for model in models]
         # Rank 0 has the most KV heads. Another rank may have more weights.
         facts = replace(parts[0], weights=max(part.weights for part in parts))
@@ -359,6 +366,7 @@ class Planner:
             "parameters": whole.parameters,
             "tensor_parallel_size": options.tensor_parallel_size,
             "dtype": model.dtype,
+            "weight_format": self.outline.weights_summary,
             "quantization": options.quantization,
             "device": self.target.kind,
             "device_memory": self.target.total,
@@ -403,7 +411,7 @@ def describe_fit(found: Resolved, lengths: list[int] | None) -> dict[str, Any]:
 def show(report: dict[str, Any]) -> None:
     say(
         f"[bold]{report['model']}[/bold]: {short(report['parameters'])} parameters, "
-        f"{report['architecture']}, {report['dtype']}"
+        f"{report['architecture']}, {report['weight_format']}, computed in {report['dtype']}"
     )
     if report["tensor_parallel_size"] > 1:
         say(f"tensor parallelism: {report['tensor_parallel_size']} ranks. Each of them has:")

@@ -1,15 +1,26 @@
-"""`octavo quantize`: writes a checkpoint with quantised weights."""
+"""`octavo quantize`: writes a checkpoint with quantised weights, and measures what it costs."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.options import command, engine_option, fail, option
+from octavo.cli import status
+from octavo.cli.options import command, engine_option, fail, flag, load_llm, option
 from octavo.engine_options import EngineOptions
+from octavo.errors import OctavoError
+
+if TYPE_CHECKING:
+    from octavo.model.checkpoint import Checkpoint
+
+PASSAGES = 4  # of the text whose perplexity is measured
+PASSAGE_TOKENS = 512
+COSTLY = 1.02  # A format that raises the perplexity by more gets a remark.
 
 
 @command
@@ -25,17 +36,24 @@ def quantize(
     ],
     form: Annotated[
         str,
-        option("Weight format: int8, int4-g64, ...", None, "FORMAT", "--quant", show_default=True),
-    ] = "int4-g64",
+        option(
+            "Weight format: int8-g32, int4-g32-asym, ...",
+            None,
+            "FORMAT",
+            "--quant",
+            show_default=True,
+        ),
+    ] = "int8-g32",
     revision: Annotated[str | None, engine_option("revision")] = EngineOptions.revision,
+    no_measure: Annotated[
+        bool, flag("--no-measure", "Do not measure the perplexity before and after.")
+    ] = False,
 ) -> None:
     """Write a checkpoint with quantised weights, which every command can load."""
-    from octavo.cli.progress import Steps
     from octavo.cli.terminal import in_bytes
     from octavo.model import quant, quantized
     from octavo.model.load import open_checkpoint
     from octavo.ops.weight import WeightFormat
-    from octavo.text.gguf_tokenizer import write_tokenizer
 
     weight_format = quant.parse(form)
     if not isinstance(weight_format, WeightFormat):
@@ -49,17 +67,60 @@ def quantize(
             f"again to {form} costs quality. If there is a 16-bit checkpoint, start from that.",
             file=sys.stderr,
         )
+    write(checkpoint, weight_format, out)
+    written_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    print(
+        f"{out}: {in_bytes(written_bytes)} of weights as {form}, from {in_bytes(checkpoint.nbytes)}"
+    )
+    if not no_measure:
+        show_perplexity(model, out, form, revision)
+
+
+def write(checkpoint: Checkpoint, weight_format: object, out: Path) -> None:
+    """Write the weights, the configuration, the tokenizer and the chat template."""
+    from octavo.cli.progress import Steps
+    from octavo.model import quantized
+    from octavo.text.gguf_tokenizer import write_tokenizer
+
     with Steps() as progress:
         task = progress.add_task("quantising tensors", total=len(checkpoint.tensors))
         quantized.write(
             checkpoint,
-            weight_format,
+            weight_format,  # type: ignore[arg-type]
             out,
             lambda count, total: progress.update(task, completed=count, total=total),
         )
     if checkpoint.gguf_metadata is not None:
         write_tokenizer(checkpoint.gguf_metadata, out)
-    written_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    print(
-        f"{out}: {in_bytes(written_bytes)} of weights as {form}, from {in_bytes(checkpoint.nbytes)}"
-    )
+
+
+def show_perplexity(model: str, out: Path, form: str, revision: str | None) -> None:
+    """Print the perplexity of the written model, and that of the model it was made from."""
+    found = {}
+    for name, source in (("before", model), ("after", str(out))):
+        status.begin(f"measuring the perplexity {name}")
+        try:
+            found[name] = perplexity(source, revision if name == "before" else None)
+        except OctavoError as error:
+            print(f"the perplexity {name} could not be measured: {error}", file=sys.stderr)
+        finally:
+            status.end()
+    if "after" not in found:
+        return
+    change = ""
+    if "before" in found:
+        change = f" ({found['before']:.2f} before: {found['after'] / found['before'] - 1:+.1%})"
+    print(f"perplexity {found['after']:.2f}{change}, over Python's language reference")
+    if "before" in found and found["after"] > COSTLY * found["before"] and form != "int8-g32":
+        print("If this is too much, quantise to int8-g32.", file=sys.stderr)
+
+
+def perplexity(model: str, revision: str | None) -> float:
+    """Return the perplexity of a model over passages of a text."""
+    from octavo.bench.measure_quant import passages, quality
+
+    options = EngineOptions(revision=revision, max_num_seqs=1)
+    llm = load_llm(model, options, generation_config="vllm")
+    length = min(PASSAGE_TOKENS, llm.schedule.max_model_len - 1)
+    logprobs, _ = quality(llm, passages(llm, PASSAGES, length))
+    return math.exp(-statistics.fmean(logprobs))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
+from octavo.cli import status
 from octavo.cli.options import Model, command, fail, option
 from octavo.cli.terminal import in_bytes
 from octavo.engine_options import EngineOptions
@@ -17,6 +19,15 @@ from octavo.serve.serve_config import ServeConfig
 if TYPE_CHECKING:
     from octavo.serve.front.front import Front
 
+# The phases of an engine process, as people read them.
+PHASES = {
+    "starting": "starting the engine process",
+    "importing": "importing PyTorch",
+    "loading": "loading the model",
+    "allocating": "allocating memory",
+    "warming": "warming up",
+    "ready": "starting the API server",
+}
 TIERS = {"kv_host": "in host memory", "kv_disk": "on disk"}
 
 
@@ -48,7 +59,7 @@ def serve(
             f"the server needs more packages than the engine ({error.name} is missing): "
             "pip install 'octavo[serve]'"
         )
-    run(config, announce)
+    run(config, announce, PhaseReport())
 
 
 def serve_on_ray(config: ServeConfig, options: RayOptions) -> None:
@@ -92,17 +103,48 @@ def announce(front: Front, port: int) -> None:
     sampling = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
     drafts = f"drafts:  {loaded.speculative}\n" if loaded.speculative else ""
     at_once = memory["kv_tokens"] // max(loaded.longest - 1, 1)
+    kv = in_bytes(memory["kv"])
+    if loaded.device == "cpu":
+        kv = f"up to {kv}, taken as it fills"
+    requests = "1 request" if at_once == 1 else f"{at_once:,} requests"
     print(
-        f"{config.name}: {loaded.architecture}, {loaded.dtype} on {loaded.device}\n"
+        f"{config.name}: {loaded.architecture}, {loaded.weights}, computed in {loaded.dtype} on "
+        f"{loaded.device}\n"
         f"memory:  weights {in_bytes(memory['weights'])}, "
-        f"activations {in_bytes(memory['activations'])}, KV {in_bytes(memory['kv'])}{lower}\n"
+        f"activations {in_bytes(memory['activations'])}, "
+        f"KV {kv}{lower}\n"
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of "
-        f"{loaded.block_size}; {at_once} requests of {loaded.longest:,} tokens at once\n"
+        f"{loaded.block_size}; {requests} of {loaded.longest:,} tokens at once\n"
         f"sample:  {sampling} by default ({source})\n{drafts}"
         f"ready:   {address}{suffix}\n{grpc}"
         f"{watch}"
-        f"try:     {curl}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-        f"""-d '{{"messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'""",
+        f"try:     {curl}{example(front)}{key}",
         flush=True,
     )
     sys.stdout.flush()
+
+
+def example(front: Front) -> str:
+    """Return the rest of a curl command that works for this model."""
+    header = " -H 'Content-Type: application/json'"
+    if front.tokenizer.chat_templates:
+        body = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}'
+        return f"/v1/chat/completions{header} -d '{body}'"
+    body = '{"prompt": "Once upon a time", "max_tokens": 64}'  # The model has no chat template.
+    return f"/v1/completions{header} -d '{body}'"
+
+
+class PhaseReport:
+    """Shows the phases of the start: on a terminal in the status line, in a log as lines."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._began = time.monotonic()
+
+    def __call__(self, phase: str, fraction: float | None) -> None:
+        words = PHASES.get(phase, phase)
+        if status.is_shown():
+            status.show(f"{words}, {fraction:.0%}" if fraction is not None else words)
+        elif phase != self._phase:
+            print(f"{time.monotonic() - self._began:5.1f} s  {words}", file=sys.stderr, flush=True)
+        self._phase = phase

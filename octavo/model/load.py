@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +338,15 @@ class LoadOptions:
 
 
 DEFAULT_OPTIONS = LoadOptions()
+# vLLM's names of formats that a checkpoint is stored in, and quant_method of such a checkpoint.
+STORED_METHODS = {
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "compressed-tensors": "compressed-tensors",
+    "gguf": "gguf",
+}
 
 
 def choose_dtype(asked: str, config: ModelConfig) -> str:
@@ -363,6 +372,7 @@ def load_model(
     """
     checkpoint = _find_checkpoint(model, options)
     checkpoint.config = checkpoint.config | (options.hf_overrides or {})
+    options = replace(options, quantization=check_stored(options.quantization, checkpoint))
     model_class, config = parse_checkpoint(checkpoint)
     dtype: torch.dtype = getattr(torch, choose_dtype(options.dtype, config))
     formats = choose_formats(quant.parse(options.quantization), checkpoint, ops.name)
@@ -381,6 +391,24 @@ def load_model(
     else:
         load_weights(built, checkpoint, progress)
     return built, checkpoint
+
+
+def check_stored(asked: str | None, checkpoint: Checkpoint) -> str | None:
+    """Return the format to load in. vLLM's name of a stored format must be the checkpoint's."""
+    if asked not in STORED_METHODS:
+        return asked
+    config = checkpoint.config.get("quantization_config")
+    found = str(config.get("quant_method")) if isinstance(config, dict) else "none"
+    if checkpoint.gguf_metadata is not None:
+        found = "gguf"
+    if found != STORED_METHODS[asked]:
+        has = "is not quantised" if found == "none" else f"is quantised with {found}"
+        raise ModelError(
+            f"quantization={asked!r} says how the checkpoint is stored, but {checkpoint.source} "
+            f"{has}. Leave quantization out, or choose a format that Octavo quantises to while "
+            f"loading: {', '.join(quant.FORMATS)}"
+        )
+    return "auto"
 
 
 def check_divisible(model_class: type[CausalLM], config: ModelConfig) -> None:

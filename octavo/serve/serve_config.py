@@ -141,7 +141,7 @@ class ServeConfig:
     default_chat_template_kwargs: Annotated[
         dict[str, Any] | None,
         Option(
-            "JSON object with variables of the chat template for requests that do not set them.",
+            "JSON object with default values for the variables of the chat template.",
             metavar="JSON",
             reads="json",
             check=json_object,

@@ -236,14 +236,21 @@ def check_kv_events(config: ServeConfig) -> None:
 
 
 class Server:
-    def __init__(self, config: ServeConfig, say: Callable[[Front, int], None] | None = None):
-        """Create the server. `say` is called with the port after the model is loaded."""
+    def __init__(
+        self,
+        config: ServeConfig,
+        say: Callable[[Front, int], None] | None = None,
+        on_phase: Callable[[str, float | None], None] | None = None,
+    ):
+        """Create the server. `say` is called with the port after the model is loaded, and
+        `on_phase` before that with the phase of the start and how much of it is done."""
         check_kv_events(config)
         tls_context(config)  # A certificate that cannot be used is reported at once.
         self.socket = listen(config)
         self.port = 0 if config.uds is not None else self.socket.getsockname()[1]
         self.config = config
         self.say = say
+        self.on_phase = on_phase
         self.front = Front(config)
         self.rpc: RpcServer | None = None
         self.table = ConnectionTable(config.limits)
@@ -324,7 +331,10 @@ class Server:
                 self.health.server_close()
 
     async def _report_ready(self) -> None:
+        supervisor = self.front.client.supervisor
         while not self.front.client.ready:
+            if self.on_phase is not None:
+                self.on_phase(supervisor.phase, supervisor.fraction)
             await asyncio.sleep(0.05)
         if self.say is not None:
             self.say(self.front, self.port)
@@ -351,7 +361,11 @@ class Server:
             await asyncio.sleep(0.02)
 
 
-def run(config: ServeConfig, say: Callable[[Front, int], None] | None = None) -> None:
+def run(
+    config: ServeConfig,
+    say: Callable[[Front, int], None] | None = None,
+    on_phase: Callable[[str, float | None], None] | None = None,
+) -> None:
     logging.getLogger().setLevel(config.log_level.upper())
-    Server(config, say).run()
+    Server(config, say, on_phase).run()
     sys.stdout.flush()

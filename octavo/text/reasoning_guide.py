@@ -1,6 +1,7 @@
 """A guide for replies that begin with reasoning: free text, then the closing tag, then the answer.
 
-    start       the model may open its reasoning, or begin the answer
+    start       the model may open its reasoning, or begin the answer; both stay possible while the
+                tokens fit both (the tag may be several ordinary tokens, as in "<", "think", ">")
     reasoning   every token is allowed; after `budget` tokens the closing tag is forced
     answer      what the structured output allows, or every token without one
 
@@ -38,6 +39,9 @@ class ReasoningGuide:
         # A structured answer must come, so the reasoning cannot end the text.
         self._reasoning_mask = without(self._free_mask, end_ids if answer is not None else ())
         self._phase = "reasoning" if marks.is_open else "start"
+        self._opened = 0  # The tokens of the opening tag so far.
+        # The guide of the answer while the tokens of the opening tag fit the answer too.
+        self._rival = answer.copy() if answer is not None else None
         self._forced: list[int] = []  # The tokens that must come next.
         self._count = 0  # The tokens of the reasoning so far.
         self._tail = b""  # The last bytes of the reasoning.
@@ -53,7 +57,8 @@ class ReasoningGuide:
             return self._free_mask
         if self._phase == "answer":
             return self._answer.mask
-        return union(self._answer.mask, only(self._opening_ids[0], len(self._free_mask)))
+        opening = only(self._opening_ids[self._opened], len(self._free_mask))
+        return opening if self._rival is None else union(self._rival.mask, opening)
 
     def accept(self, token: int) -> None:
         if self._forced:
@@ -62,14 +67,29 @@ class ReasoningGuide:
                 self._phase = "answer"
         elif self._phase == "reasoning":
             self._accept_reasoning(token)
-        elif self._phase == "start" and token == self._opening_ids[0]:
-            self._phase = "reasoning"
-            self._forced = list(self._opening_ids[1:])
-            self._check_budget()
+        elif self._phase == "start":
+            self._accept_start(token)
+        elif self._answer is not None:
+            self._answer.accept(token)
+
+    def _accept_start(self, token: int) -> None:
+        if token != self._opening_ids[self._opened]:
+            self._begin_answer(token)
+            return
+        if self._rival is not None and allows(self._rival.mask, token):
+            self._rival.accept(token)
         else:
-            self._phase = "answer"
-            if self._answer is not None:
-                self._answer.accept(token)
+            self._rival = None
+        self._opened += 1
+        if self._opened == len(self._opening_ids):
+            self._phase = "reasoning"
+            self._check_budget()
+
+    def _begin_answer(self, token: int) -> None:
+        self._phase = "answer"
+        if self._rival is not None:
+            self._answer = self._rival
+            self._answer.accept(token)
 
     def _accept_reasoning(self, token: int) -> None:
         self._count += 1
@@ -91,6 +111,8 @@ class ReasoningGuide:
         twin._forced = list(self._forced)
         if self._answer is not None:
             twin._answer = self._answer.copy()
+        if self._rival is not None:
+            twin._rival = self._rival.copy()
         return twin
 
 
@@ -113,6 +135,10 @@ def only(token: int, size: int) -> bytes:
 def union(left: bytes, right: bytes) -> bytes:
     joined = int.from_bytes(left, "little") | int.from_bytes(right, "little")
     return joined.to_bytes(len(left), "little")
+
+
+def allows(mask: bytes, token: int) -> bool:
+    return bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 def without(mask: bytes, tokens: Sequence[int]) -> bytes:

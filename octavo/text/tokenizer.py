@@ -421,7 +421,7 @@ class Tokenizer:
             if isinstance(extra_tokens, dict):
                 for special_name, token in extra_tokens.items():
                     specials[special_name] = _token_text(token)
-            templates = _chat_templates(path, config)
+            templates = directory_templates(path, config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ModelError(
                 f"{path / 'tokenizer_config.json'} is not a valid tokenizer configuration: "
@@ -614,7 +614,18 @@ def _add_missing(
     )
 
 
-def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+def read_directory_templates(path: Path) -> dict[str, str]:
+    """Return the chat templates in a directory by name, without its tokenizer."""
+    config_file = path / "tokenizer_config.json"
+    try:
+        return directory_templates(path, _read_json(config_file))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{config_file} is not a valid tokenizer configuration: {error!r}"
+        ) from error
+
+
+def directory_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return the chat templates by name.
 
     "default" is the template for ordinary chats. A model may have another one for chats with tools,

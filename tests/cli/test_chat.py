@@ -56,7 +56,8 @@ def test_the_banner_says_what_it_is_and_how_to_leave(octavo: Octavo, tiny: str) 
     banner = octavo("chat", tiny).stderr
     assert (
         banner
-        == "tiny, 35.2K parameters, float32, context 1K; type /help for help, or Ctrl-D to leave\n"
+        == "tiny, 35.2K parameters, float32 weights, context 1K; type /help for help, or Ctrl-D to "
+        "leave\n"
     )
 
 

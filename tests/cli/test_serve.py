@@ -83,7 +83,7 @@ GROUP_OF_CONFIG = {ServeConfig: lambda config: config, Limits: lambda config: co
 
 def config_for(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> ServeConfig:
     found: list[ServeConfig] = []
-    monkeypatch.setattr("octavo.serve.server.run", lambda config, say: found.append(config))
+    monkeypatch.setattr("octavo.serve.server.run", lambda config, *_: found.append(config))
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 0, result.output
     return found[0]
@@ -151,7 +151,7 @@ def test_every_option_reaches_the_server(
 def test_a_value_that_is_not_allowed_is_refused_under_the_name_of_its_flag(
     octavo: Octavo, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, str], message: str
 ) -> None:
-    monkeypatch.setattr("octavo.serve.server.run", lambda config, say: pytest.fail("it started"))
+    monkeypatch.setattr("octavo.serve.server.run", lambda config, *_: pytest.fail("it started"))
     result = octavo("serve", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -250,7 +250,7 @@ def test_json_objects_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_flag_of_vllm_that_would_have_an_effect_is_refused(
     octavo: Octavo, monkeypatch: pytest.MonkeyPatch, words: str, message: str
 ) -> None:
-    monkeypatch.setattr("octavo.serve.server.run", lambda config, say: pytest.fail("it started"))
+    monkeypatch.setattr("octavo.serve.server.run", lambda config, *_: pytest.fail("it started"))
     result = octavo("serve", *words.split())
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())

@@ -293,7 +293,7 @@ def test_limits_and_proxies_are_options(monkeypatch: pytest.MonkeyPatch) -> None
     from octavo.cli import app
 
     configs: list[ServeConfig] = []
-    monkeypatch.setattr("octavo.serve.server.run", lambda config, say: configs.append(config))
+    monkeypatch.setattr("octavo.serve.server.run", lambda config, *_: configs.append(config))
     options = ["--max-connections", "100", "--max-connections-per-address", "50"]
     for arguments in ([], [*options, "--trusted-proxy", "10.0.0.1"]):
         assert CliRunner().invoke(app, ["serve", *arguments]).exit_code == 0

@@ -76,9 +76,12 @@ def rendered(heartbeat: Heartbeat) -> str:
     """The metrics of a server whose engine has sent this heartbeat."""
     metrics = Metrics("octavo", "m")
     metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
-        supervisor=SimpleNamespace(heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None),
+        supervisor=SimpleNamespace(
+            heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None, sleep_level=0
+        ),
         queue_bound=SimpleNamespace(waiting=[], tokens=0),
         open_requests={},
+        engine_saturated=False,
         ready=True,
     )
     return metrics.render().decode()
@@ -198,6 +201,9 @@ class FakeGuides:
         if self.spec.regex == "bad":
             raise InvalidRequest("no such thing", "structured_outputs", "invalid_structured_output")
         return ToyGuide(1)
+
+    def around_reasoning(self, params: SamplingParams, guide: ToyGuide | None) -> ToyGuide | None:
+        return guide
 
 
 def guided(id: str, regex: str = "good") -> Add:

@@ -144,8 +144,8 @@ def test_tokens_as_ids_and_tokens_by_name(client: openai.OpenAI) -> None:
     text = dict(model=NAME, prompt="abc", max_tokens=3, seed=1, logprobs=2)
     content = client.chat.completions.create(**chat, extra_body=extra).choices[0].logprobs.content
     assert [[t.token for t in at.top_logprobs] for at in content] == [
-        ["token_id:70", "token_id:5"]
-    ] * 3
+        [at.token, "token_id:70", "token_id:5"] for at in content
+    ]
     plain = client.chat.completions.create(**chat, extra_body={"ignore_eos": True})
     before = plain.choices[0].logprobs.content
     assert [at.logprob for at in content] == [at.logprob for at in before]

@@ -11,10 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from octavo.cli.serve_command import announce
+from octavo.core.event_stream import FIELDS
 from octavo.serve.serve_config import ServeConfig
 from tests.serve.running import Running, events, server
 from tests.serve.test_eviction import MODEL
-from tests.serve.test_watch import frames, watch
+from tests.serve.test_watch import lines, states, until, watch
 
 METHOD = "ngram,k=3,adaptive=no,min=1"
 PROMPT = [5, 6, 7, 8] * 8  # looking back finds something
@@ -75,16 +76,23 @@ def test_a_stop_string_ends_the_count(drafting: Running) -> None:
 def test_the_live_page_gets_the_method_and_its_drafts(drafting: Running) -> None:
     drafting.complete(prompt=PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
     with watch(drafting) as socket:
-        frame = next(frame for frame in frames(socket) if frame["heartbeat"]["drafted_tokens"])
-    assert frame["model"]["speculative"] == METHOD + ",max=5"
-    assert 0 < frame["heartbeat"]["accepted_tokens"] <= frame["heartbeat"]["drafted_tokens"]
+        state = next(state for state in states(socket) if state["model"])
+    assert state["model"]["speculative"] == METHOD + ",max=5"
+    with watch(drafting) as socket:
+        seen = lines(socket)
+        drafting.complete(prompt=PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+        planned = [line for line in until(seen, "finished") if line[0] == "planned"]
+    drafts = FIELDS["planned"].index("drafts") - len(FIELDS["planned"])
+    assert any(line[drafts] for line in planned)
 
 
 def test_the_start_of_the_server_shows_the_method(capsys: pytest.CaptureFixture[str]) -> None:
     memory = dict.fromkeys(("weights", "activations", "kv", "kv_tokens"), 1000)
     loaded = replace(MODEL, memory=memory, speculative=METHOD)
     front = SimpleNamespace(
-        client=SimpleNamespace(model_info=lambda: loaded), config=ServeConfig(model="tiny")
+        client=SimpleNamespace(model_info=lambda: loaded),
+        config=ServeConfig(model="tiny"),
+        tokenizer=SimpleNamespace(chat_templates={}),
     )
     announce(front, 8000)  # type: ignore[arg-type]
     assert f"\ndrafts:  {METHOD}\n" in capsys.readouterr().out

@@ -467,7 +467,8 @@ def test_strict_tools_may_be_called_and_then_properly(parrot: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     tools = [tool(parameters=schema, strict=True)]
     for text in ("Just words", CALL, f"I look.\n{CALL}"):
-        choice = parrot.post(CHAT, said(text, tools=tools)).json()["choices"][0]
+        reply = parrot.post(CHAT, said(text, tools=tools)).json()
+        choice = reply["choices"][0]
         assert choice["finish_reason"] == ("tool_calls" if "<" in text else "stop")
     wrong = CALL.replace('"é\\n"', "5")
     assert (

@@ -475,7 +475,7 @@ def test_how_many_may_watch_is_an_option(monkeypatch: pytest.MonkeyPatch) -> Non
     from octavo.cli import app
 
     configs: list[ServeConfig] = []
-    monkeypatch.setattr("octavo.serve.server.run", lambda config, say: configs.append(config))
+    monkeypatch.setattr("octavo.serve.server.run", lambda config, *_: configs.append(config))
     for arguments in ([], ["--max-watchers", "2"]):
         assert CliRunner().invoke(app, ["serve", *arguments]).exit_code == 0
     assert [config.limits.watchers for config in configs] == [8, 2]

@@ -128,6 +128,7 @@ class Loaded(msgspec.Struct, tag=True, array_like=True):
     sampling: dict[str, int | float] = {}
     eos_ids: list[int] = []  # The tokens that end a text, unless a request sets ignore_eos.
     speculative: str = ""  # The method of speculative decoding and its settings, or "".
+    weights: str = ""  # The format of the weights in words, such as "4-bit weights (GGUF)".
     hidden_size: int = 0
     pooler: PoolerConfig = PoolerConfig()
 

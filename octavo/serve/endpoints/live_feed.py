@@ -38,6 +38,7 @@ POLICY_VIOLATION = 1008
 MODEL = (
     "architecture",
     "dtype",
+    "weights",
     "device",
     "max_model_len",
     "max_num_seqs",

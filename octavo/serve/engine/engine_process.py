@@ -562,6 +562,7 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
         sampling=llm.default_sampling,
         eos_ids=list(llm.eos_ids),
         speculative="" if speculative is None else describe_speculative(speculative),
+        weights=llm.weights_summary,
         hidden_size=llm.config.hidden_size,
         pooler=llm.pooler,
     )

@@ -69,11 +69,12 @@ class LoopWatchdog:
         clients = self.clients()
         log.log(
             logging.WARNING if clients else logging.INFO,
-            "the event loop has been blocked for %.1f s while %d connections were open:\n%s",
+            "the event loop has been blocked for %.1f s while %d connections were open "
+            "(--log-level info shows where)",
             late,
             clients,
-            self._stacks(),
         )
+        log.info("the threads of the server while the event loop is blocked:\n%s", self._stacks())
 
     def _stacks(self) -> str:
         """Return the stacks of all threads except this one. The event loop comes first.

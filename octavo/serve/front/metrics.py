@@ -228,7 +228,7 @@ class EngineSource(Source):
     def _waiting_by_reason(self, client: EngineClient) -> Metric:
         gauge = GaugeMetricFamily(
             f"{self.prefix}:num_requests_waiting_by_reason",
-            "Requests in the queue: capacity if the engine has no room for them, else deferred.",
+            "Requests in the queue: reason capacity if the engine is full, otherwise deferred.",
             labels=["model_name", "reason"],
         )
         waiting = len(client.queue_bound.waiting)
