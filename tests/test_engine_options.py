@@ -144,7 +144,6 @@ def test_options_that_would_have_an_effect_are_refused_with_advice(
         ({"dtype": "half"}, {"dtype": "float16"}),
         ({"dtype": "float"}, {"dtype": "float32"}),
         ({"dtype": "torch.bfloat16"}, {"dtype": "bfloat16"}),
-        ({"quantization": "awq"}, {"quantization": "auto"}),
         ({"load_format": "safetensors"}, {"load_format": "auto"}),
         ({"max_model_len": -1}, {"max_model_len": None}),
         ({"task": "generate", "distributed_executor_backend": "mp"}, {}),

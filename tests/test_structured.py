@@ -78,7 +78,6 @@ def test_json_is_valid_at_any_temperature_and_the_same_however_it_is_computed() 
     guided = sum(p.n for p, schema in zip(asked, wanted, strict=True) if schema)
     assert stopped > 0.9 * guided, "the rest ran into max_tokens"
     for options in (
-        dict(depth=2, max_num_batched_tokens=24),
         dict(depth=3, num_gpu_blocks_override=15, block_size=16, max_num_batched_tokens=16),
         dict(
             depth=2,

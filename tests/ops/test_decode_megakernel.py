@@ -21,6 +21,7 @@ from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight
 from tests.batch import empty_kv, make_batch, scattered_tables
 from tests.emulated import EmulatedKernel, emulated_map
+from tests.marks import slow_after
 
 SHARED = 227 * 1024  # bytes a block may have on an H200
 BASE = dict(vocab_size=96, num_hidden_layers=3, max_position_embeddings=2048)
@@ -48,13 +49,13 @@ LENGTHS = {
 }  # fmt: skip
 EMULATED = [  # decoder, multiprocessors, lengths: few kernels, since compiling one takes seconds
     ("four heads share a key", 5, [LENGTHS["four"]]),
-    ("eight heads share a key", 7, [[1030, 257], [70, 200]]),
+    pytest.param("eight heads share a key", 7, [[1030, 257], [70, 200]], marks=pytest.mark.slow),
     # Some multiprocessors have no unit of a product.
     pytest.param("each has its own, and biases", 36, [[9]], marks=pytest.mark.slow),
     pytest.param("more units than blocks", 6, [[129, 1, 65]], marks=pytest.mark.slow),
-    ("qwen2", 9, [LENGTHS["eight"]]),
+    pytest.param("qwen2", 9, [LENGTHS["eight"]], marks=pytest.mark.slow),
     ("qwen3", 4, [[300, 1, 700], [129, 1, 65]]),  # and logits in several rounds
-    ("mistral", 6, [[9, 90, 40, 2, 700]]),
+    pytest.param("mistral", 6, [[9, 90, 40, 2, 700]], marks=pytest.mark.slow),
 ]
 SIZES = {  # hidden, inter, heads, key heads, dimensions
     "tinyllama-1.1b": (2048, 5632, 32, 4, 64),
@@ -311,6 +312,7 @@ def test_emulated_it_equals_layers_op_by_op(
             compare(model, fused, each, 16)
 
 
+@pytest.mark.slow
 def test_in_one_part_or_two_the_bits_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,7 +363,7 @@ MISTAKES = {  # what the kernel's text says, and what it says then
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", slow_after(2, MISTAKES))
 def test_the_emulation_finds_mistakes(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

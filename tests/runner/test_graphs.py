@@ -28,6 +28,7 @@ from octavo.runner.tier_store import TierStore
 from octavo.types import Item, NewSlot, Plan
 from tests import tiny
 from tests.conftest import DEVICE
+from tests.marks import slow_after
 from tests.model.test_draft_head import random_tensors, write_head
 
 pytest.importorskip("triton")
@@ -130,8 +131,8 @@ class WithoutCapture(StepGraphs):
 )
 @pytest.mark.parametrize(
     "decoding",
-    [[], [2], pytest.param([1], marks=pytest.mark.slow)],
-    ids=["any items", "all decode beside it", "one decodes beside it"],
+    slow_after(1, [[2], [], [1]]),
+    ids=["all decode beside it", "any items", "one decodes beside it"],
 )
 def test_graphs_compute_the_same_as_eager_steps(
     decoding: list[int], kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -205,6 +206,7 @@ def test_a_graph_verifies_drafts_as_an_eager_step_does(monkeypatch: pytest.Monke
     assert int(special.batch_slots.computed[special.batch_slots.padding_slot]) == 0
 
 
+@pytest.mark.slow  # `make test-gpu` runs it too.
 @pytest.mark.parametrize("drafter", ["early_exit", "draft_model", "head"])
 def test_a_graph_drafts_and_verifies_as_eager_steps_do(
     drafter: str, monkeypatch: pytest.MonkeyPatch

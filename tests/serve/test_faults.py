@@ -272,7 +272,7 @@ def test_parallel_tool_calls_null_is_the_default(running: Running) -> None:
 def test_a_blocked_event_loop_is_told_of_and_livez_answers_on_its_own_port(tmp_path: Path) -> None:
     port = free_port()
     with (
-        server(tmp_path, ready=False, health_port=port) as front,
+        server(tmp_path, ready=False, health_port=port, log_level="INFO") as front,
         httpx.Client(base_url=f"http://127.0.0.1:{port}") as http,
     ):
         assert http.get("/livez").json()["state"] == "alive"

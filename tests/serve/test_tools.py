@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 
 from tests import tiny
+from tests.marks import slow_after
 from tests.serve.running import NAME, Running, check_error, events, server
 
 CHAT = "/v1/chat/completions"
@@ -273,7 +274,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", slow_after(1, FORMS))
 def test_the_operator_may_say_how_calls_are_written(tmp_path: Path, name: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     tools = [tool(parameters=schema)]

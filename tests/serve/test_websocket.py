@@ -159,6 +159,7 @@ def test_unfinished_messages_take_bounded_memory(tmp_path: Path) -> None:
         time.sleep(0.5)
         with contextlib.suppress(OSError):
             connections[2].sendall(unfinished)
+        connections[2].settimeout(2)  # The server closes the connection later.
         (opcode, payload) = read_frames(connections[2])[-1]
         assert (opcode, int.from_bytes(payload[:2], "big")) == (CLOSE, 1013)
         head = http_request("/v1/completions", b" " * (6 * MIB))
