@@ -33,19 +33,20 @@ class ReplayServer(ThreadingHTTPServer):
 
     def __init__(
         self,
-        recording: bytes,
+        recordings: list[bytes],
         port: int,
         lesson: str = "",
         answers: dict[str, Answer] | None = None,
     ):
-        """`lesson` is the text of a lesson, as JSON. `answers` are functions for POST requests, by
-        path. Raises OSError if the port is in use."""
+        """The page opens the first recording. `lesson` is the text of a lesson, as JSON. `answers`
+        are functions for POST requests, by path. Raises OSError if the port is in use."""
         super().__init__((LOOPBACK, port), ReplayHandler)
         self.files: dict[str, tuple[bytes, str]] = {
             **page_files(),
-            "/": (page_of_recording("./recording"), "text/html; charset=utf-8"),
-            "/recording": (recording, "application/x-ndjson"),
+            "/": (page_of_recording(has_lesson=bool(lesson)), "text/html; charset=utf-8"),
         }
+        for index, recording in enumerate(recordings):
+            self.files[f"/recording-{index}"] = (recording, "application/x-ndjson")
         if lesson:
             self.files["/lesson"] = (lesson.encode(), "application/json")
         self.answers = answers or {}

@@ -43,26 +43,30 @@ def page_files() -> dict[str, tuple[bytes, str]]:
         for file in sorted(FOLDER.iterdir())
         if file.suffix in TYPES
     }
-    empty = _single_file(PLACEHOLDER, "Octavo, recording", lesson="")
+    empty = _single_file([PLACEHOLDER], "Octavo, recording", lesson="")
     return files | {"/web/single-file.html": (empty.encode(), TYPES[".html"])}
 
 
-def page_of_recording(path: str) -> bytes:
-    """Return the page with the address of a recording, which the page loads."""
+def page_of_recording(has_lesson: bool = False) -> bytes:
+    """Return the page that loads ./recording-0 and, if there is one, ./lesson."""
     page = (FOLDER / "index.html").read_text(encoding="utf-8")
-    return page.replace("<body>", f'<body data-recording="{html.escape(path)}">').encode()
+    source = "lesson" if has_lesson else "recording"
+    return page.replace("<body>", f'<body data-source="{source}">').encode()
 
 
-def single_file(recording: bytes, title: str = "Octavo, recording", lesson: str = "") -> str:
+def single_file(recordings: list[bytes], title: str = "Octavo, recording", lesson: str = "") -> str:
     """Return the page as one HTML file that shows a recording. `lesson` is the text of a lesson, as
-    JSON."""
-    packed = base64.b64encode(gzip.compress(recording, mtime=0)).decode()
+    JSON. A lesson may have several recordings."""
+    packed = [base64.b64encode(gzip.compress(each, mtime=0)).decode() for each in recordings]
     return _single_file(packed, title, lesson)
 
 
-def _single_file(packed: str, title: str, lesson: str) -> str:
+def _single_file(packed: list[str], title: str, lesson: str) -> str:
     page = (FOLDER / "index.html").read_text(encoding="utf-8")
-    parts = [f'<script type="text/plain" id="recording">{packed}</script>']
+    parts = [
+        f'<script type="text/plain" id="recording-{index}">{text}</script>'
+        for index, text in enumerate(packed)
+    ]
     if lesson:
         parts.append(f'<script type="application/json" id="lesson-text">{_inline(lesson)}</script>')
     style = (FOLDER / "page.css").read_text(encoding="utf-8")

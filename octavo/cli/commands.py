@@ -34,6 +34,7 @@ COMMANDS = {
     "doctor": CommandEntry("doctor", "doctor", "Look"),
     "profile": CommandEntry("profile_command", "profile", "Look"),
     "demo": CommandEntry("demo_command", "demo", "Learn"),
+    "lesson": CommandEntry("lesson_command", "lesson", "Learn"),
     "replay": CommandEntry("replay_command", "replay", "Learn"),
     "quantize": CommandEntry("quantize", "quantize", "Convert"),
     "train-draft": CommandEntry("train_draft_command", "train_draft", "Convert"),

@@ -38,27 +38,29 @@ def replay(
 
     lines = read_recording(recording)
     if export is not None:
-        export.write_text(single_file(lines, f"Octavo, {recording.name}"), encoding="utf-8")
+        export.write_text(single_file([lines], f"Octavo, {recording.name}"), encoding="utf-8")
         num_events = lines.count(b"\n")
         say(f"{export} shows {num_events:,} events: open it in a browser")
         return
-    serve_recording(lines, port, opens_browser=not no_browser)
+    serve_recording([lines], port, opens_browser=not no_browser)
 
 
-def serve_recording(lines: bytes, port: int, opens_browser: bool, lesson: str = "") -> None:
-    """Serve the page with a recording until Ctrl-C."""
+def serve_recording(
+    recordings: list[bytes], port: int, opens_browser: bool, lesson: str = ""
+) -> None:
+    """Serve the page with a recording until Ctrl-C. A lesson may have several recordings."""
     from octavo.replay_server import ReplayServer
 
     def simulate(body: bytes) -> bytes:
         from octavo.bench.what_if import what_if
 
         try:
-            return json.dumps(what_if(lines, json.loads(body))).encode()
+            return json.dumps(what_if(recordings[0], json.loads(body))).encode()
         except (InvalidRequest, ValueError) as error:
             return json.dumps({"message": str(error)}).encode()
 
     try:
-        server = ReplayServer(lines, port, lesson, {"/live/what-if": simulate})
+        server = ReplayServer(recordings, port, lesson, {"/live/what-if": simulate})
     except OSError as error:
         fail(f"port {port} cannot be used ({error.strerror}): choose another one with --port")
     say(f"replay:  {server.url}   (Ctrl-C ends it)")

@@ -1,4 +1,5 @@
-// Functions for all views: elements, canvases in device pixels, the colours of the page, numbers and times in words.
+// Functions for all views: elements, canvases in device pixels, the colours of the page, numbers
+// and times in words.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -11,7 +12,7 @@ export function element(tag, className = "", ...content) {
 
 export const setText = (node, text) => node.textContent !== text && (node.textContent = text);
 
-// ---- colours and canvases ---------------------------------------------------------------------------
+// ---- colours and canvases -----------------------------------------------------------------------
 
 let style = getComputedStyle(document.documentElement);
 let known = new Map();
@@ -37,7 +38,8 @@ stillness.addEventListener("change", () => (isMotionless = stillness.matches));
 // Whether the user wants as little motion as possible.
 export const isStill = () => isMotionless;
 
-// The sizes of canvases in CSS pixels. Asking a canvas for its size in every frame would make the browser lay out the page each time.
+// The sizes of canvases in CSS pixels. Asking a canvas for its size in every frame would make the
+// browser lay out the page each time.
 const sizes = new Map();
 const sizeObserver = new ResizeObserver((entries) => {
   for (const { target } of entries) sizes.set(target, [target.clientWidth, target.clientHeight]);
@@ -53,16 +55,18 @@ function sizeOf(canvas) {
 
 // Returns the context of a canvas, scaled and cleared, and its size in CSS pixels.
 export function prepare(canvas) {
-  const ratio = window.devicePixelRatio || 1, [width, height] = sizeOf(canvas);
+  const ratio = window.devicePixelRatio || 1;
+  const [width, height] = sizeOf(canvas);
   const pixels = [Math.round(width * ratio), Math.round(height * ratio)];
-  if (canvas.width !== pixels[0] || canvas.height !== pixels[1]) [canvas.width, canvas.height] = pixels;
+  if (canvas.width !== pixels[0] || canvas.height !== pixels[1])
+    [canvas.width, canvas.height] = pixels;
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
   return { context, width, height };
 }
 
-// ---- numbers ----------------------------------------------------------------------------------------
+// ---- numbers ------------------------------------------------------------------------------------
 
 const numbers = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 export const count = (n) => numbers.format(n);
@@ -91,7 +95,7 @@ export function short(request) {
   return `${id.slice(0, 6)}${which && which !== "0" ? `-${which}` : ""}`;
 }
 
-// ---- tips -------------------------------------------------------------------------------------------
+// ---- tips ---------------------------------------------------------------------------------------
 
 const tip = byId("tip");
 

@@ -1,5 +1,6 @@
-// The connection to /ws/watch (octavo/serve/endpoints/live_feed.py). It asks for a key if the server requires one, and reconnects by
-// itself. A page that is hidden for a while disconnects, so that the server and the engine do no work for it.
+// The connection to /ws/watch (octavo/serve/endpoints/live_feed.py). It asks for a key if the
+// server requires one, and reconnects by itself. A page that is hidden for a while disconnects, so
+// that the server and the engine do no work for it.
 
 const STORE = "octavo.key";
 let key = sessionStorage.getItem(STORE) || "";
@@ -15,7 +16,8 @@ const visible = () =>
   });
 
 const HIDDEN_SECONDS = 20; // A hidden page disconnects after this time.
-const FORBIDDEN = 4403; // The server closes the connection with this code if the key is not an administrator's.
+// The server closes the connection with this code if the key is not an administrator's.
+const FORBIDDEN = 4403;
 
 function askForKey(why) {
   const dialog = document.getElementById("ask");
@@ -24,7 +26,8 @@ function askForKey(why) {
   return new Promise((done) => {
     document.getElementById("ask-form").onsubmit = (event) => {
       event.preventDefault();
-      key = document.getElementById("key").value.replace(/[^!-~]/g, ""); // A header can contain only these characters.
+      // A header can contain only these characters.
+      key = document.getElementById("key").value.replace(/[^!-~]/g, "");
       sessionStorage.setItem(STORE, key);
       dialog.close();
       done();
@@ -33,7 +36,8 @@ function askForKey(why) {
   });
 }
 
-// A browser hides the reason why a WebSocket was refused, so an ordinary request checks the key first.
+// A browser hides the reason why a WebSocket was refused, so an ordinary request checks the key
+// first.
 async function admitted(say) {
   for (;;) {
     const reply = await fetch(address("version"), { headers: authorization(), cache: "no-store" });
@@ -42,13 +46,17 @@ async function admitted(say) {
       say("key", "an API key is required");
       await askForKey(key && "The server does not accept this key.");
     } else {
-      say("gone", reply.status === 429 ? "too many invalid keys: waiting" : `refused: ${reply.status}`);
+      say(
+        "gone",
+        reply.status === 429 ? "too many invalid keys: waiting" : `refused: ${reply.status}`,
+      );
       await pause(Number(reply.headers.get("retry-after")) || 5);
     }
   }
 }
 
-// Returns the address of something that the server offers, also if a proxy offers the server below a path.
+// Returns the address of something that the server offers, also if a proxy offers the server below
+// a path.
 export const address = (path) => new URL(path, document.baseURI.replace(/#.*$/, "")).href;
 
 function watch(onState, onLines) {
@@ -70,7 +78,8 @@ function watch(onState, onLines) {
     socket.onclose = async (event) => {
       clearTimeout(timer);
       document.removeEventListener("visibilitychange", leave);
-      if (event.code === FORBIDDEN) await askForKey("This page shows all requests, so it requires an administrator's key.");
+      if (event.code === FORBIDDEN)
+        await askForKey("This page shows all requests, so it requires an administrator's key.");
       done(messages || event.code === FORBIDDEN);
     };
   });
@@ -79,7 +88,8 @@ function watch(onState, onLines) {
 // One call for all lines is much faster than one for each.
 export const parseLines = (text) => JSON.parse(`[${text.trimEnd().replaceAll("\n", ",")}]`);
 
-// Calls onState(state of the server) and onLines(lines of the event stream), and say(state, words) while there is no connection.
+// Calls onState(state of the server) and onLines(lines of the event stream), and say(state, words)
+// while there is no connection.
 export async function follow({ onState, onLines, say }) {
   let wait = 0.5;
   for (;;) {

@@ -1,7 +1,8 @@
 // The lines of an event stream, and the state of the engine after any of them.
 //
-// Lines are kept as they come. A copy of the state is kept after every few thousand of them, so that the state at any place is found
-// by continuing from the copy before it. Places are indices of lines, counted from the first line that was ever added.
+// Lines are kept as they come. A copy of the state is kept after every few thousand of them, so
+// that the state at any place is found by continuing from the copy before it. Places are indices of
+// lines, counted from the first line that was ever added.
 
 import { apply, cloneState, compareWithEngine, nameFields, stateFrom } from "./state.js";
 
@@ -10,7 +11,10 @@ const MAX_LINES = 1_200_000; // The older half of the lines is forgotten when th
 
 export class History {
   // `listener(event, state)` is called with every event in its order, once.
-  constructor(listener = () => {}, { keyframeInterval = KEYFRAME_INTERVAL, maxLines = MAX_LINES } = {}) {
+  constructor(
+    listener = () => {},
+    { keyframeInterval = KEYFRAME_INTERVAL, maxLines = MAX_LINES } = {},
+  ) {
     this.listener = listener;
     this.keyframeInterval = keyframeInterval;
     this.maxLines = maxLines;
@@ -39,7 +43,8 @@ export class History {
     return nameFields(this.line(index), this.end.about.fields);
   }
 
-  // Adds lines that were parsed from JSON. A server repeats what it has kept when a page connects again; such lines are skipped.
+  // Adds lines that were parsed from JSON. A server repeats what it has kept when a page connects
+  // again; such lines are skipped.
   add(lines) {
     for (const line of lines) {
       if (line[0] === "snapshot") this.#addSnapshot(line);
@@ -62,7 +67,8 @@ export class History {
     this.keyframes.push({ index: this.last, state: cloneState(this.end) });
   }
 
-  // A snapshot begins a stream, or repeats the state of the engine, with which the state of the page must agree.
+  // A snapshot begins a stream, or repeats the state of the engine, with which the state of the
+  // page must agree.
   #addSnapshot([kind, number, step, time, about, snapshot]) {
     const before = this.end;
     if (!before) this.origin = about.unix_time;
@@ -72,7 +78,14 @@ export class History {
     this.streams.add(about.stream);
     if (isNew) this.offset = Math.round(1e6 * (about.unix_time - this.origin));
     const state = shiftSnapshot(snapshot, this.offset);
-    const line = [kind, number, step, time + this.offset, { ...about, unix_time: this.origin }, state];
+    const line = [
+      kind,
+      number,
+      step,
+      time + this.offset,
+      { ...about, unix_time: this.origin },
+      state,
+    ];
     if (!isNew && before.number === number) {
       this.#check(before, about, state, step);
       this.snapshots.push({ index: this.last, line });
@@ -81,7 +94,13 @@ export class History {
     this.end = stateFrom(about, state, number, step, line[3]);
     const opening = before ? (isNew ? "restarted" : "gap") : "opened";
     if (before) continueFrom(before, this.end, isNew);
-    this.lines.push([opening, number, step, line[3], before && !isNew ? number - before.number : 0]);
+    this.lines.push([
+      opening,
+      number,
+      step,
+      line[3],
+      before && !isNew ? number - before.number : 0,
+    ]);
     this.steps.push(this.last);
     this.snapshots.push({ index: this.last, line });
     this.listener({ kind: opening, number, step, time: line[3] }, this.end);
@@ -106,27 +125,36 @@ export class History {
     const state = this.stateAt(start);
     this.lines.splice(0, start - this.first);
     this.first = start;
-    this.keyframes = [{ index: start, state: cloneState(state) }, ...this.keyframes.filter(({ index }) => index > start)];
+    this.keyframes = [
+      { index: start, state: cloneState(state) },
+      ...this.keyframes.filter(({ index }) => index > start),
+    ];
     this.snapshots = this.snapshots.filter(({ index }) => index >= start);
     this.steps = this.steps.filter((index) => index >= start);
   }
 
-  // Returns the state after the line with this index. `from` is { index, state } of a state that may be changed and continued.
+  // Returns the state after the line with this index. `from` is { index, state } of a state that
+  // may be changed and continued.
   stateAt(index, from = null) {
     if (index >= this.last) return this.end;
     const keyframe = this.keyframes.findLast((frame) => frame.index <= index) ?? this.keyframes[0];
-    const isNear = from && from.state !== this.end && from.index <= index && from.index >= keyframe.index;
+    const isNear =
+      from && from.state !== this.end && from.index <= index && from.index >= keyframe.index;
     const state = isNear ? from.state : cloneState(keyframe.state);
     // A line that is not an event of the engine has a keyframe of its own.
-    for (let at = (isNear ? from : keyframe).index + 1; at <= index; at += 1) apply(state, nameFields(this.line(at), state.about.fields));
+    for (let at = (isNear ? from : keyframe).index + 1; at <= index; at += 1)
+      apply(state, nameFields(this.line(at), state.about.fields));
     return state;
   }
 
-  // ---- steps: they are counted from the first step that is known ----------------------------------
+  // ---- steps: they are counted from the first step that is known --------------------------------
 
   // Returns the place of a line among the steps.
   stepAt(index) {
-    return Math.max(0, findLast(this.steps, (first) => first <= index));
+    return Math.max(
+      0,
+      findLast(this.steps, (first) => first <= index),
+    );
   }
 
   // Returns the index of the last line of a step.
@@ -134,13 +162,20 @@ export class History {
     return place + 1 < this.steps.length ? this.steps[place + 1] - 1 : this.last;
   }
 
-  // Returns the place of the step with this number. After a restart of the engine, the latest one counts.
+  // Returns the place of the step with this number. After a restart of the engine, the latest one
+  // counts.
   placeOfNumber(number) {
     return this.steps.findLastIndex((index) => this.line(index)[2] === number);
   }
 
   indexOfTime(time) {
-    return this.first + Math.max(0, findLast(this.lines, (line) => line[3] <= time));
+    return (
+      this.first +
+      Math.max(
+        0,
+        findLast(this.lines, (line) => line[3] <= time),
+      )
+    );
   }
 
   // Returns the lines as text, as a recording has them.
@@ -157,9 +192,11 @@ export class History {
   }
 }
 
-// Returns the index of the last entry for which `holds` is true. It must be true up to some entry and false after it.
+// Returns the index of the last entry for which `holds` is true. It must be true up to some entry
+// and false after it.
 function findLast(list, holds) {
-  let low = -1, high = list.length - 1;
+  let low = -1;
+  let high = list.length - 1;
   while (low < high) {
     const middle = Math.ceil((low + high) / 2);
     if (holds(list[middle])) low = middle;
@@ -171,11 +208,26 @@ function findLast(list, holds) {
 // Keeps what a snapshot does not have: requests that have ended, and texts.
 function continueFrom(before, state, isNewEngine) {
   state.ended = before.ended;
-  for (const name of ["finished", "failed", "refused", "evictions", "drafted", "accepted"]) state.counters[name] = before.counters[name];
+  for (const name of ["finished", "failed", "refused", "evictions", "drafted", "accepted"])
+    state.counters[name] = before.counters[name];
   if (isNewEngine) {
     state.counters.failed += before.sequences.size;
-    const fate = { state: "failed", reason: "lost", error: "the engine process ended", ended: state.time, step: before.step, table: [] };
-    state.ended = [...before.ended, ...[...before.sequences.values()].map((seq) => ({ ...seq, ...fate, blocks: seq.table.length }))];
+    const fate = {
+      state: "failed",
+      reason: "lost",
+      error: "the engine process ended",
+      ended: state.time,
+      step: before.step,
+      table: [],
+    };
+    state.ended = [
+      ...before.ended,
+      ...[...before.sequences.values()].map((seq) => ({
+        ...seq,
+        ...fate,
+        blocks: seq.table.length,
+      })),
+    ];
     return;
   }
   for (const [id, seq] of state.sequences) {
@@ -194,7 +246,11 @@ function shiftTimes(line, offset) {
 
 function shiftSnapshot(snapshot, offset) {
   if (!offset) return snapshot;
-  const sequences = snapshot.sequences.map((seq) => ({ ...seq, arrival: later(seq.arrival, offset), deadline: later(seq.deadline, offset),
-    first_token: later(seq.first_token, offset) }));
+  const sequences = snapshot.sequences.map((seq) => ({
+    ...seq,
+    arrival: later(seq.arrival, offset),
+    deadline: later(seq.deadline, offset),
+    first_token: later(seq.first_token, offset),
+  }));
   return { ...snapshot, sequences };
 }

@@ -1,10 +1,12 @@
-// The events before the chosen moment, newest first, in the order of their numbers. A click goes to the moment after the event.
+// The events before the chosen moment, newest first, in the order of their numbers. A click goes to
+// the moment after the event.
 
 import { chip } from "./colours.js";
 import { byId, count, element } from "./draw.js";
 import { GROUPS, KINDS, describe } from "./words.js";
 
-const LINES = 250, SEARCHED = 20000; // Events that are listed, and that are searched for them.
+const LINES = 250;
+const SEARCHED = 20000; // Events that are listed, and that are searched for them.
 const list = byId("log");
 const shownGroups = new Set(["requests", "server"]);
 let drawn = ""; // What the list shows now.
@@ -34,7 +36,11 @@ export function drawLog(history, index, names, only = 0) {
   if (key === drawn) return;
   drawn = key;
   const found = [];
-  for (let at = index; at >= Math.max(history.first, index - SEARCHED) && found.length < LINES; at -= 1) {
+  for (
+    let at = index;
+    at >= Math.max(history.first, index - SEARCHED) && found.length < LINES;
+    at -= 1
+  ) {
     const [group] = KINDS[history.line(at)[0]] ?? [];
     if (!shownGroups.has(group)) continue;
     const event = history.event(at);
@@ -45,9 +51,11 @@ export function drawLog(history, index, names, only = 0) {
 }
 
 function line(event, index, names) {
-  const [group, word] = KINDS[event.kind], seq = names.of(event.seq);
+  const [group, word] = KINDS[event.kind];
+  const seq = names.of(event.seq);
   const item = element("li", `g-${group} k-${event.kind}`);
-  const number = element("span", "number", count(event.number)), step = element("span", "step", `step ${count(event.step)}`);
+  const number = element("span", "number", count(event.number));
+  const step = element("span", "step", `step ${count(event.step)}`);
   const text = element("span", "text");
   if (seq) text.append(chip(seq), " ");
   text.append(describe(event, (id) => names.letters(id)));

@@ -1,4 +1,5 @@
-// The row of metrics. All of them are derived from events before the chosen moment, so that they can be replayed.
+// The row of metrics. All of them are derived from events before the chosen moment, so that they
+// can be replayed.
 
 import { byId, colour, count, duration, element, few, onTheme, prepare, setText } from "./draw.js";
 import { lastLanded, percentile } from "./spans.js";
@@ -11,52 +12,116 @@ const time = (microseconds) => (microseconds === null ? null : duration(microsec
 const share = (part, whole) => (whole > 0 ? [few((100 * part) / whole), "%"] : null);
 const ratio = (part, whole) => (whole > 0 ? part / whole : 0);
 
-// Each tile: its title, measure(page) -> { value: [number, unit] or null, words }, chart(totals, totals before them) -> a number, and for
-// some isShown(state).
+// Each tile: its title, measure(page) -> { value: [number, unit] or null, words }, chart(totals,
+// totals before them) -> a number, and for some isShown(state).
 const TILES = [
-  ["Tokens per second", ({ recent }) => {
-    const tokens = recent.reduce((all, step) => all + step.sampled, 0), seconds = span(recent);
-    return { value: [few(seconds ? tokens / seconds : 0), "/s"], words: "generated, last 3 s" };
-  }, (now, then) => ratio(1e6 * (now.generated_tokens - then.generated_tokens), now.time - then.time)],
-  ["Time to first token", ({ spans, now }) => percentiles(spans.ttft.before(now, WINDOW)), (now) => now.ttft],
-  ["Inter-token latency", ({ spans, now }) => percentiles(spans.itl.before(now, WINDOW)), (now) => now.itl],
-  ["Requests", ({ state }) => {
-    const { decode, prefill, waiting } = countStates(state);
-    return { value: [count(decode + prefill), "running"], words: `${count(waiting)} waiting; ${count(state.about.max_num_seqs)} slots` };
-  }, (now) => now.running],
-  ["Prefix cache", ({ state }) => {
-    const { cached_tokens, queried_tokens } = state.counters;
-    return { value: share(cached_tokens, queried_tokens), words: `${count(cached_tokens)} of ${count(queried_tokens)} tokens` };
-  }, (now) => ratio(now.cached_tokens, now.queried_tokens)],
-  ["KV blocks used", ({ blocks }) => ({ value: share(blocks.used, blocks.total), words: `${count(blocks.used)} of ${count(blocks.total)}; ${count(blocks.cached)} cached` }), (now) => now.used],
-  ["Step", ({ recent }) => {
-    const total = recent.reduce((all, step) => all + step.landed - step.start, 0), device = recent.reduce((all, step) => all + deviceTime(step), 0);
-    return { value: recent.length ? time(total / recent.length) : null, words: recent.length ? `device busy ${few(100 * Math.min(1, ratio(device, total)))} %` : "no step" };
-  }, (now, then) => ratio(now.time - then.time, now.plans - then.plans)],
-  ["Preemptions", ({ state }) => ({ value: [count(state.counters.preemptions), ""], words: `${count(state.counters.recomputed_tokens)} tokens recomputed` }), (now) => now.preemptions],
-  ["Drafts accepted", ({ state }) => {
-    const { drafted, accepted } = state.counters;
-    return { value: share(accepted, drafted), words: `${count(accepted)} of ${count(drafted)}` };
-  }, (now) => ratio(now.accepted, now.drafted), (state) => state.about.speculative],
+  [
+    "Tokens per second",
+    ({ recent }) => {
+      const tokens = recent.reduce((all, step) => all + step.sampled, 0);
+      const seconds = span(recent);
+      return { value: [few(seconds ? tokens / seconds : 0), "/s"], words: "generated, last 3 s" };
+    },
+    (now, then) =>
+      ratio(1e6 * (now.generated_tokens - then.generated_tokens), now.time - then.time),
+  ],
+  [
+    "Time to first token",
+    ({ spans, now }) => percentiles(spans.ttft.before(now, WINDOW)),
+    (now) => now.ttft,
+  ],
+  [
+    "Inter-token latency",
+    ({ spans, now }) => percentiles(spans.itl.before(now, WINDOW)),
+    (now) => now.itl,
+  ],
+  [
+    "Requests",
+    ({ state }) => {
+      const { decode, prefill, waiting } = countStates(state);
+      return {
+        value: [count(decode + prefill), "running"],
+        words: `${count(waiting)} waiting; ${count(state.about.max_num_seqs)} slots`,
+      };
+    },
+    (now) => now.running,
+  ],
+  [
+    "Prefix cache",
+    ({ state }) => {
+      const { cached_tokens, queried_tokens } = state.counters;
+      return {
+        value: share(cached_tokens, queried_tokens),
+        words: `${count(cached_tokens)} of ${count(queried_tokens)} tokens`,
+      };
+    },
+    (now) => ratio(now.cached_tokens, now.queried_tokens),
+  ],
+  [
+    "KV blocks used",
+    ({ blocks }) => ({
+      value: share(blocks.used, blocks.total),
+      words: `${count(blocks.used)} of ${count(blocks.total)}; ${count(blocks.cached)} cached`,
+    }),
+    (now) => now.used,
+  ],
+  [
+    "Step",
+    ({ recent }) => {
+      const total = recent.reduce((all, step) => all + step.landed - step.start, 0);
+      const device = recent.reduce((all, step) => all + deviceTime(step), 0);
+      return {
+        value: recent.length ? time(total / recent.length) : null,
+        words: recent.length
+          ? `device busy ${few(100 * Math.min(1, ratio(device, total)))} %`
+          : "no step",
+      };
+    },
+    (now, then) => ratio(now.time - then.time, now.plans - then.plans),
+  ],
+  [
+    "Preemptions",
+    ({ state }) => ({
+      value: [count(state.counters.preemptions), ""],
+      words: `${count(state.counters.recomputed_tokens)} tokens recomputed`,
+    }),
+    (now) => now.preemptions,
+  ],
+  [
+    "Drafts accepted",
+    ({ state }) => {
+      const { drafted, accepted } = state.counters;
+      return { value: share(accepted, drafted), words: `${count(accepted)} of ${count(drafted)}` };
+    },
+    (now) => ratio(now.accepted, now.drafted),
+    (state) => state.about.speculative,
+  ],
 ];
 
 function percentiles(sorted) {
   const [p50, p99] = [50, 99].map((q) => percentile(sorted, q));
-  return { value: time(p50), words: p99 === null ? "no token yet" : `p50; p99 ${duration(p99).join(" ")}` };
+  return {
+    value: time(p50),
+    words: p99 === null ? "no token yet" : `p50; p99 ${duration(p99).join(" ")}`,
+  };
 }
 
-const deviceTime = (step) => step.device || (step.times ? step.landed - Math.max(step.times.planned, step.start) : 0);
+const deviceTime = (step) =>
+  step.device || (step.times ? step.landed - Math.max(step.times.planned, step.start) : 0);
 const span = (steps) => (steps.length ? (steps[0].landed - steps.at(-1).start) / 1e6 : 0);
 
 // Returns the steps of the last seconds before a time, newest first.
 function stepsBefore(steps, now, seconds) {
   const found = [];
-  for (let i = lastLanded(steps, now); i >= 0 && steps[i].landed > now - 1e6 * seconds; i -= 1) found.push(steps[i]);
+  for (let i = lastLanded(steps, now); i >= 0 && steps[i].landed > now - 1e6 * seconds; i -= 1)
+    found.push(steps[i]);
   return found;
 }
 
 const tiles = TILES.map(([title, measure, chart, isShown]) => {
-  const output = element("output", "", "–"), words = element("p"), line = element("canvas");
+  const output = element("output", "", "–");
+  const words = element("p");
+  const line = element("canvas");
   const box = element("div", "tile", element("h3", "", title), output, words, line);
   line.ariaHidden = "true";
   box.hidden = Boolean(isShown);
@@ -66,8 +131,10 @@ const tiles = TILES.map(([title, measure, chart, isShown]) => {
 onTheme(() => tiles.forEach(drawChart));
 
 export function drawMetrics(state, spans, now) {
-  const blocks = countBlocks(state), recent = stepsBefore(spans.steps, now, 3);
-  const last = spans.totals.findLastIndex((each) => each.time <= now), totals = spans.totals.slice(Math.max(0, last - POINTS), last + 1);
+  const blocks = countBlocks(state);
+  const recent = stepsBefore(spans.steps, now, 3);
+  const last = spans.totals.findLastIndex((each) => each.time <= now);
+  const totals = spans.totals.slice(Math.max(0, last - POINTS), last + 1);
   for (const tile of tiles) {
     if (tile.isShown) tile.box.hidden = !tile.isShown(state);
     if (tile.box.hidden) continue;
@@ -76,7 +143,10 @@ export function drawMetrics(state, spans, now) {
     const text = value ? value.join(" ") : "–";
     if (tile.output.dataset.text !== text) {
       tile.output.dataset.text = text;
-      tile.output.replaceChildren(value ? value[0] : "–", element("small", "", value ? value[1] : ""));
+      tile.output.replaceChildren(
+        value ? value[0] : "–",
+        element("small", "", value ? value[1] : ""),
+      );
     }
     tile.points = totals.slice(1).map((each, i) => tile.chart(each, totals[i]));
     drawChart(tile);
@@ -87,9 +157,15 @@ export function drawMetrics(state, spans, now) {
 function drawChart({ line, points }) {
   const { context, width, height } = prepare(line);
   if (points.length < 2 || !width) return;
-  const most = Math.max(...points) * 1.1, at = (value, i) => [width * (1 - (points.length - 1 - i) / (POINTS - 1)), height - 1 - (height - 3) * (most ? value / most : 0)];
+  const most = Math.max(...points) * 1.1;
+  const at = (value, i) => [
+    width * (1 - (points.length - 1 - i) / (POINTS - 1)),
+    height - 1 - (height - 3) * (most ? value / most : 0),
+  ];
   context.beginPath();
-  points.forEach((value, i) => (i ? context.lineTo(...at(value, i)) : context.moveTo(...at(value, i))));
+  points.forEach((value, i) =>
+    i ? context.lineTo(...at(value, i)) : context.moveTo(...at(value, i)),
+  );
   context.strokeStyle = colour("accent");
   context.lineWidth = 1.3;
   context.lineJoin = "round";

@@ -1,6 +1,8 @@
-// The page: connects a source of events with the views. A source is the live feed, a recording, or a recording inside this file.
+// The page: connects a source of events with the views. A source is the live feed, a recording, or
+// a recording inside this file.
 //
-// All views show one moment, the cursor: a place in the history of events. While the page follows, the cursor is the latest event.
+// All views show one moment, the cursor: a place in the history of events. While the page follows,
+// the cursor is the latest event.
 
 import { letters } from "./colours.js";
 import { byId, element, onTheme, plural, readColours, setText } from "./draw.js";
@@ -14,7 +16,7 @@ import { Spans } from "./spans.js";
 import { Timeline } from "./timeline.js";
 import { followSettings } from "./traffic.js";
 import { bindTransport, drawTransport } from "./transport.js";
-import { drawLegend, drawWall, flash, isFlashing, onWall } from "./wall.js";
+import { drawLegend, drawWall, flash, isFlashing, onWall, resetWall } from "./wall.js";
 import { bindWhatIf } from "./whatif.js";
 import { drawWhy, onWhy } from "./why.js";
 import { describe, Names } from "./words.js";
@@ -36,6 +38,8 @@ export const page = {
 
   // Forgets all events, for a source that begins anew.
   reset() {
+    resetWall();
+    this.selection = { kind: "none" };
     this.spans = new Spans();
     this.names = new Names();
     this.history = new History((event, state) => {
@@ -58,8 +62,10 @@ export const page = {
     if (!this.history.end) return;
     const target = Math.max(this.history.first, Math.min(index, this.history.last));
     const from = { index: this.index, state: this.state };
-    if (!follows && target > from.index && target - from.index < 400)
-      for (let at = from.index + 1; at <= target; at += 1) if (this.history.line(at)) flash(this.history.event(at));
+    if (!follows && target > from.index && target - from.index < 400) {
+      for (let at = from.index + 1; at <= target; at += 1)
+        if (this.history.line(at)) flash(this.history.event(at));
+    }
     this.state = this.history.stateAt(target, this.state ? from : null);
     this.index = target;
     this.follows = follows;
@@ -70,20 +76,26 @@ export const page = {
 
   // Moves the cursor by steps. It then stands at the end of a step.
   moveSteps(number) {
-    const place = this.history.stepAt(this.index), isAtEnd = this.history.endOfStep(place) === this.index;
-    const target = Math.max(0, Math.min(this.history.steps.length - 1, place + number + (number < 0 && !isAtEnd ? 1 : 0)));
+    const place = this.history.stepAt(this.index);
+    const isAtEnd = this.history.endOfStep(place) === this.index;
+    const target = Math.max(
+      0,
+      Math.min(this.history.steps.length - 1, place + number + (number < 0 && !isAtEnd ? 1 : 0)),
+    );
     this.moveTo(this.history.endOfStep(target));
   },
 
-  select(selection) {
+  select(selection, opensTab = true) {
     this.selection = selection;
-    if (selection.kind !== "none") openTab("why");
+    if (opensTab && selection.kind !== "none") openTab("why");
     showLink();
     redraw(true);
   },
 
   findSequence(id) {
-    return this.state?.sequences.get(id) ?? this.state?.ended.findLast((seq) => seq.id === id) ?? null;
+    return (
+      this.state?.sequences.get(id) ?? this.state?.ended.findLast((seq) => seq.id === id) ?? null
+    );
   },
 
   // Returns the index of the last line up to the end of a step for which `holds` is true, or null.
@@ -97,7 +109,17 @@ export const page = {
 
   // Returns the latest events of a sequence, oldest first.
   eventsOf(id, most) {
-    const found = [], kinds = new Set(["arrived", "forked", "admitted", "waiting", "preempted", "finished", "failed", "copied"]);
+    const found = [];
+    const kinds = new Set([
+      "arrived",
+      "forked",
+      "admitted",
+      "waiting",
+      "preempted",
+      "finished",
+      "failed",
+      "copied",
+    ]);
     for (let at = this.index; at >= this.history.first && found.length < most; at -= 1) {
       const line = this.history.line(at);
       if (!kinds.has(line[0]) || line[4] !== id) continue;
@@ -115,15 +137,28 @@ const hover = (id) => {
   redraw(true);
 };
 const selectSequence = (id) => page.select({ kind: "sequence", id });
-const timeline = new Timeline(byId("timeline"), { select: selectSequence, selectStep: (step) => page.select({ kind: "step", step }), hover, redraw: () => redraw(true) });
+const timeline = new Timeline(byId("timeline"), {
+  select: selectSequence,
+  selectStep: (step) => page.select({ kind: "step", step }),
+  hover,
+  redraw: () => redraw(true),
+});
 byId("wider").addEventListener("click", () => timeline.zoomBy(1.7));
 byId("narrower").addEventListener("click", () => timeline.zoomBy(0.6));
-for (const [name, words] of [["waiting", "waits"], ["prefill", "prefill"], ["decode", "decode"], ["alarm", "preempted"], ["tier", "swapped"]])
+for (const [name, words] of [
+  ["waiting", "waits"],
+  ["prefill", "prefill"],
+  ["decode", "decode"],
+  ["alarm", "preempted"],
+  ["tier", "swapped"],
+])
   byId("timeline-legend").append(element("li", "", element("i", `key ${name}`), words));
 
-// ---- drawing --------------------------------------------------------------------------------------------
+// ---- drawing ------------------------------------------------------------------------------------
 
-let isDirty = false, isUrgent = false, calmAt = 0;
+let isDirty = false;
+let isUrgent = false;
+let calmAt = 0;
 
 export function redraw(urgent = false) {
   isUrgent ||= urgent;
@@ -136,8 +171,12 @@ function draw(time) {
   isDirty = false;
   const { state, spans, history, names } = page;
   if (!state) return;
-  const marks = { selected: page.selection.kind === "sequence" ? page.selection.id : 0, block: page.selection.kind === "block" ? page.selection.block : 0,
-    hovered: page.hovered, isMine };
+  const marks = {
+    selected: page.selection.kind === "sequence" ? page.selection.id : 0,
+    block: page.selection.kind === "block" ? page.selection.block : 0,
+    hovered: page.hovered,
+    isMine,
+  };
   drawWall(state, marks, names);
   timeline.draw(spans, page.now, marks, page);
   drawTransport(page);
@@ -158,10 +197,18 @@ function draw(time) {
 }
 
 function drawFooter({ used, cached, free, total }) {
-  const holds = used + cached + free === total, { checks } = page.history;
-  setText(byId("sum"), `${used} used + ${cached} cached + ${free} free = ${total} blocks ${holds ? "✓" : "✗"}`);
+  const holds = used + cached + free === total;
+  const { checks } = page.history;
+  setText(
+    byId("sum"),
+    `${used} used + ${cached} cached + ${free} free = ${total} blocks ${holds ? "✓" : "✗"}`,
+  );
   byId("sum").className = holds ? "" : "bad";
-  const words = checks.failed ? `the page differs from the engine: ${checks.found[0]}` : checks.done ? `equals the engine's own state at step ${checks.step} ✓` : "";
+  const words = checks.failed
+    ? `the page differs from the engine: ${checks.found[0]}`
+    : checks.done
+      ? `equals the engine's own state at step ${checks.step} ✓`
+      : "";
   setText(byId("checked"), words);
   byId("checked").className = checks.failed ? "bad" : "";
   setText(byId("seen"), plural(page.history.lines.length, "event"));
@@ -171,10 +218,13 @@ function drawHead() {
   if (!page.isReplay || byId("model").dataset.about === page.state.about.stream) return;
   const { about } = page.state;
   byId("model").dataset.about = about.stream;
-  byId("model").replaceChildren(element("b", "", about.model ?? "recording"), ` · ${[about.architecture, about.dtype, about.device].filter(Boolean).join(", ")} · ${new Date(1000 * about.unix_time).toLocaleString()}`);
+  byId("model").replaceChildren(
+    element("b", "", about.model ?? "recording"),
+    ` · ${[about.architecture, about.dtype, about.device].filter(Boolean).join(", ")} · ${new Date(1000 * about.unix_time).toLocaleString()}`,
+  );
 }
 
-// ---- tabs, links and keys -------------------------------------------------------------------------------
+// ---- tabs, links and keys -----------------------------------------------------------------------
 
 export function openTab(name) {
   for (const tab of document.querySelectorAll("[role=tab]")) {
@@ -185,11 +235,13 @@ export function openTab(name) {
   }
   redraw(true);
 }
-for (const tab of document.querySelectorAll("[role=tab]")) tab.addEventListener("click", () => openTab(tab.getAttribute("aria-controls")));
+for (const tab of document.querySelectorAll("[role=tab]"))
+  tab.addEventListener("click", () => openTab(tab.getAttribute("aria-controls")));
 byId("side-panel").addEventListener("keydown", (event) => {
   if (event.target.role !== "tab" || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
   event.stopPropagation();
-  const tabs = [...document.querySelectorAll("[role=tab]:not([hidden])")], at = tabs.indexOf(event.target);
+  const tabs = [...document.querySelectorAll("[role=tab]:not([hidden])")];
+  const at = tabs.indexOf(event.target);
   const next = tabs.at((at + (event.key === "ArrowRight" ? 1 : -1)) % tabs.length);
   next.focus();
   next.click();
@@ -202,25 +254,38 @@ export function showLink() {
   const seq = page.selection.kind === "sequence" ? page.findSequence(page.selection.id) : null;
   if (seq) parts.push(`request=${letters(seq.name)}${seq.index ? `.${seq.index}` : ""}`);
   if (page.selection.kind === "block") parts.push(`block=${page.selection.block}`);
-  history.replaceState(null, "", parts.length ? `#${parts.join("&")}` : location.pathname + location.search);
+  history.replaceState(
+    null,
+    "",
+    parts.length ? `#${parts.join("&")}` : location.pathname + location.search,
+  );
 }
 
 // Goes to what the address names, as far as the page has it.
 export function followLink() {
-  const wanted = new URLSearchParams(location.hash.slice(1)), step = Number(wanted.get("step"));
+  const wanted = new URLSearchParams(location.hash.slice(1));
+  const step = Number(wanted.get("step"));
   if (wanted.has("step") && page.history.end) {
     const place = page.history.placeOfNumber(step);
     if (place >= 0) page.moveTo(page.history.endOfStep(place));
   }
   const name = wanted.get("request");
-  const seq = name && [...page.names.seen.values()].findLast((each) => `${letters(each.name)}${each.index ? `.${each.index}` : ""}` === name);
+  const seq =
+    name &&
+    [...page.names.seen.values()].findLast(
+      (each) => `${letters(each.name)}${each.index ? `.${each.index}` : ""}` === name,
+    );
   if (seq) page.select({ kind: "sequence", id: seq.id });
   if (wanted.has("block")) page.select({ kind: "block", block: Number(wanted.get("block")) });
 }
 addEventListener("hashchange", followLink);
 
 onRequests({ select: selectSequence, hover });
-onWall({ select: (block) => page.select({ kind: "block", block }), hover, redraw: () => redraw(true) });
+onWall({
+  select: (block) => page.select({ kind: "block", block }),
+  hover,
+  redraw: () => redraw(true),
+});
 onWhy({ go: (index) => page.moveTo(index), select: selectSequence });
 onLog((index) => (index === null ? redraw(true) : page.moveTo(index)));
 onTheme(() => redraw(true));
@@ -229,4 +294,4 @@ new ResizeObserver(() => redraw(true)).observe(document.querySelector("main"));
 bindWhatIf(page);
 readColours();
 openTab("why");
-openSource(page, { redraw, followLink });
+openSource(page, { redraw, followLink, openTab });

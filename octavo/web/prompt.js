@@ -3,7 +3,9 @@
 import { byId as $, count, few, short, spell } from "./draw.js";
 import { address, authorization } from "./feed.js";
 
-const reply = $("reply"), facts = $("facts"), send = $("send");
+const reply = $("reply");
+const facts = $("facts");
+const send = $("send");
 let id = null; // The id of the request, after the server has sent it.
 let running = null; // An AbortController while a request is in progress.
 let numbers = {};
@@ -13,8 +15,10 @@ export const isMine = (request) => id !== null && request.startsWith(id);
 // Notes what the engine says about the request.
 export function followMine(state) {
   if (!running) return;
-  for (const seq of state.sequences.values())
-    if (isMine(seq.request)) numbers = { ...numbers, blocks: seq.table.length, cached: seq.cached, state: seq.state };
+  for (const seq of state.sequences.values()) {
+    if (isMine(seq.request))
+      numbers = { ...numbers, blocks: seq.table.length, cached: seq.cached, state: seq.state };
+  }
   showFacts();
 }
 
@@ -24,7 +28,8 @@ function showFacts() {
   if (numbers.blocks !== undefined) parts.push(`${count(numbers.blocks)} blocks`);
   if (numbers.cached) parts.push(`${count(numbers.cached)} tokens cached`);
   if (numbers.first) parts.push(`first token after ${spell(1e6 * numbers.first)}`);
-  if (numbers.tokens > 1 && numbers.seconds) parts.push(`${few((numbers.tokens - 1) / numbers.seconds)} tokens/s`);
+  if (numbers.tokens > 1 && numbers.seconds)
+    parts.push(`${few((numbers.tokens - 1) / numbers.seconds)} tokens/s`);
   if (numbers.reason) parts.push(`finish reason: ${numbers.reason}`);
   facts.textContent = parts.join(" · ");
 }
@@ -44,19 +49,32 @@ async function* events(body) {
   }
 }
 
-const post = (path, body) => fetch(address(path), {
-  method: "POST",
-  headers: { "content-type": "application/json", ...authorization() },
-  body: JSON.stringify({ ...body, temperature: 0.7, stream: true, stream_options: { include_usage: true } }),
-  signal: running.signal,
-});
+const post = (path, body) =>
+  fetch(address(path), {
+    method: "POST",
+    headers: { "content-type": "application/json", ...authorization() },
+    body: JSON.stringify({
+      ...body,
+      temperature: 0.7,
+      stream: true,
+      stream_options: { include_usage: true },
+    }),
+    signal: running.signal,
+  });
 
 async function ask(text, max_tokens, priority) {
-  const tokenizer = await fetch(address("tokenizer_info"), { headers: authorization() }).then((r) => (r.ok ? r.json() : {}));
+  const tokenizer = await fetch(address("tokenizer_info"), { headers: authorization() }).then(
+    (r) => (r.ok ? r.json() : {}),
+  );
   const begun = performance.now();
-  const found = tokenizer.chat_template === null
-    ? await post("v1/completions", { prompt: text, max_tokens, ...priority })
-    : await post("v1/chat/completions", { messages: [{ role: "user", content: text }], max_tokens, ...priority });
+  const found =
+    tokenizer.chat_template === null
+      ? await post("v1/completions", { prompt: text, max_tokens, ...priority })
+      : await post("v1/chat/completions", {
+          messages: [{ role: "user", content: text }],
+          max_tokens,
+          ...priority,
+        });
   if (!found.ok) throw new Error((await found.json()).error.message);
   id = found.headers.get("x-request-id");
   let first = 0;
@@ -69,7 +87,12 @@ async function ask(text, max_tokens, priority) {
       numbers.first = (first - begun) / 1000;
     }
     if (piece) numbers.tokens = (numbers.tokens ?? 0) + 1;
-    if (event.usage) Object.assign(numbers, { tokens: event.usage.completion_tokens, cached: event.usage.prompt_tokens_details?.cached_tokens });
+    if (event.usage) {
+      Object.assign(numbers, {
+        tokens: event.usage.completion_tokens,
+        cached: event.usage.prompt_tokens_details?.cached_tokens,
+      });
+    }
     if (first && piece) numbers.seconds = (performance.now() - first) / 1000;
     if (choice?.finish_reason) numbers.reason = choice.finish_reason;
     reply.append(piece);
@@ -87,7 +110,11 @@ $("form").addEventListener("submit", async (event) => {
   reply.className = "reply";
   send.textContent = "stop";
   try {
-    await ask($("prompt").value || $("prompt").placeholder, Math.max(1, Number($("max-tokens").value) || 128), Number($("priority").value) ? { priority: Number($("priority").value) } : {});
+    await ask(
+      $("prompt").value || $("prompt").placeholder,
+      Math.max(1, Number($("max-tokens").value) || 128),
+      Number($("priority").value) ? { priority: Number($("priority").value) } : {},
+    );
   } catch (error) {
     if (error.name === "AbortError") numbers.reason = "stopped";
     else {

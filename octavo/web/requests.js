@@ -5,8 +5,10 @@ import { byId, count, element, plural, setText, short, spell } from "./draw.js";
 import { countStates } from "./state.js";
 import { FINISH_REASONS } from "./words.js";
 
-const SHOWN_LIVE = 120, SHOWN_ENDED = 60;
-const isNarrow = matchMedia("(max-width: 760px)"), isMedium = matchMedia("(max-width: 1180px)");
+const SHOWN_LIVE = 120;
+const SHOWN_ENDED = 60;
+const isNarrow = matchMedia("(max-width: 760px)");
+const isMedium = matchMedia("(max-width: 1180px)");
 const body = byId("rows");
 const rows = new Map(); // key -> row
 let select = () => {};
@@ -19,8 +21,10 @@ export function onRequests(listeners) {
 const keyOf = (seq) => (seq.id ? `${seq.id}` : `refused ${seq.request} ${seq.step}`);
 
 function newRow(key) {
-  const tr = element("tr"), cells = Array.from({ length: 9 }, () => element("td"));
-  const meter = element("div", "meter"), note = element("div", "note");
+  const tr = element("tr");
+  const cells = Array.from({ length: 9 }, () => element("td"));
+  const meter = element("div", "meter");
+  const note = element("div", "note");
   const bars = ["prompt", "generated", "computed", "cached"].map((kind) => element("i", kind));
   meter.append(...bars);
   cells[2].append(meter, note);
@@ -29,7 +33,12 @@ function newRow(key) {
   tr.tabIndex = 0;
   const row = { key, tr, cells, meter, bars, note, look: "" };
   tr.addEventListener("click", () => row.seq.id && select(row.seq.id));
-  tr.addEventListener("keydown", (event) => (event.key === "Enter" || event.key === " ") && (event.preventDefault(), row.seq.id && select(row.seq.id)));
+  tr.addEventListener(
+    "keydown",
+    (event) =>
+      (event.key === "Enter" || event.key === " ") &&
+      (event.preventDefault(), row.seq.id && select(row.seq.id)),
+  );
   tr.addEventListener("pointerenter", () => hover(row.seq.id));
   tr.addEventListener("pointerleave", () => hover(0));
   return row;
@@ -38,7 +47,9 @@ function newRow(key) {
 // A plan gives a reason for the requests that it tried, and for the first that it did not try.
 function whyWaiting(seq, state) {
   if (seq.waits) return seq.waits.reason;
-  const ahead = [...state.sequences.values()].filter((other) => other.waits && other.state === "waiting").at(-1);
+  const ahead = [...state.sequences.values()]
+    .filter((other) => other.waits && other.state === "waiting")
+    .at(-1);
   if (ahead) return `it is behind ${nameOf(ahead)} in the queue`;
   return seq.preempted ? seq.preempted.reason : "it waits for the next step";
 }
@@ -47,17 +58,26 @@ function whyWaiting(seq, state) {
 function wordsOf(seq, state) {
   const extra = [seq.priority && `priority ${seq.priority}`, seq.tenant].filter(Boolean).join(", ");
   const size = `${plural(seq.prompt, "prompt token")}${extra ? `, ${extra}` : ""}`;
-  if (seq.state === "compiling") return ["compiling", `its structured output is compiled · ${size}`];
+  if (seq.state === "compiling")
+    return ["compiling", `its structured output is compiled · ${size}`];
   if (seq.ended !== undefined) {
     const reason = seq.answer ?? (seq.error || FINISH_REASONS[seq.reason] || seq.reason);
     if (seq.state === "refused") return [seq.state, reason];
-    const times = seq.first_token ? `, first after ${spell(seq.first_token - seq.arrival)}, all after ${spell(seq.ended - seq.arrival)}` : "";
-    return [seq.state, `${reason}: ${count(seq.prompt)} + ${plural(seq.generated, "token")}${times}`];
+    const times = seq.first_token
+      ? `, first after ${spell(seq.first_token - seq.arrival)}, all after ${spell(seq.ended - seq.arrival)}`
+      : "";
+    return [
+      seq.state,
+      `${reason}: ${count(seq.prompt)} + ${plural(seq.generated, "token")}${times}`,
+    ];
   }
-  if (seq.state === "waiting") {
+  if (seq.state === "waiting")
     return [seq.preemptions ? "preempted" : "waiting", `${whyWaiting(seq, state)} · ${size}`];
-  }
-  const isPaused = seq.unplanned && seq.unplanned.step === state.step && !state.plan?.items.some((item) => item.id === seq.id);
+
+  const isPaused =
+    seq.unplanned &&
+    seq.unplanned.step === state.step &&
+    !state.plan?.items.some((item) => item.id === seq.id);
   return [isPaused ? "paused" : seq.state, isPaused ? seq.unplanned.reason : ""];
 }
 
@@ -72,43 +92,94 @@ function fill(row, seq, state, marks) {
     row.cells[0].replaceChildren(chip(seq), element("span", "id", short(seq.request)));
     row.cells[0].title = seq.request;
   }
-  row.tr.className = [marks.selected === seq.id && seq.id ? "selected" : "", marks.hovered === seq.id && seq.id ? "hovered" : "",
-    marks.isMine(seq.request) ? "mine" : "", seq.ended === undefined ? "" : "over"].join(" ");
+  row.tr.className = [
+    marks.selected === seq.id && seq.id ? "selected" : "",
+    marks.hovered === seq.id && seq.id ? "hovered" : "",
+    marks.isMine(seq.request) ? "mine" : "",
+    seq.ended === undefined ? "" : "over",
+  ].join(" ");
   row.cells[1].className = `state ${word}`;
   setText(row.cells[1], word + (seq.preemptions > 1 ? ` ×${seq.preemptions}` : ""));
-  const limit = Math.max(seq.limit, seq.prompt + seq.generated, 1), part = (n) => `${Math.min(100, (100 * n) / limit).toFixed(2)}%`;
+  const limit = Math.max(seq.limit, seq.prompt + seq.generated, 1);
+  const part = (n) => `${Math.min(100, (100 * n) / limit).toFixed(2)}%`;
   const computed = Math.min(seq.computed + seq.dropped, seq.prompt);
-  const widths = [seq.prompt, seq.prompt + seq.generated, seq.ended === undefined ? computed : seq.prompt, Math.min(seq.cached, limit)];
+  const widths = [
+    seq.prompt,
+    seq.prompt + seq.generated,
+    seq.ended === undefined ? computed : seq.prompt,
+    Math.min(seq.cached, limit),
+  ];
   row.bars.forEach((bar, i) => (bar.style.width = part(widths[i])));
   row.meter.title = `${count(seq.cached)} of ${count(seq.prompt)} prompt tokens cached, ${count(seq.generated)} of at most ${count(limit - seq.prompt)} generated`;
-  // A request that waits or has ended has no progress to show, but a reason, which takes the place of the numbers.
-  const isIdle = Boolean(why) && (seq.ended !== undefined || seq.state === "waiting" || seq.state === "compiling");
+  // A request that waits or has ended has no progress to show, but a reason, which takes the place
+  // of the numbers.
+  const isIdle =
+    Boolean(why) &&
+    (seq.ended !== undefined || seq.state === "waiting" || seq.state === "compiling");
   row.meter.hidden = isIdle;
   row.cells[2].colSpan = isIdle ? marks.columns : 1;
   for (const cell of row.cells.slice(3)) cell.hidden = isIdle;
-  const text = why || (seq.reply ? tail(seq.reply.replace(/\s+/g, " "), 90) : seq.text ? tail(seq.text.replace(/\s+/g, " "), 90) : "");
+  const text =
+    why ||
+    (seq.reply
+      ? tail(seq.reply.replace(/\s+/g, " "), 90)
+      : seq.text
+        ? tail(seq.text.replace(/\s+/g, " "), 90)
+        : "");
   setText(row.note, text);
   row.note.title = text;
   row.note.className = why ? "note why" : "note text";
   row.note.hidden = !text;
   if (isIdle) return;
-  [seq.prompt, seq.cached, seq.generated, seq.table.length].forEach((n, i) => setText(row.cells[3 + i], count(n)));
+  [seq.prompt, seq.cached, seq.generated, seq.table.length].forEach((n, i) =>
+    setText(row.cells[3 + i], count(n)),
+  );
   setText(row.cells[7], String(seq.priority));
   setText(row.cells[8], seq.tenant);
 }
 
 export function drawRequests(state, marks) {
-  const compiling = [...state.compiling.values()].map(({ request, prompt }) => ({ id: 0, label: -1, name: 0, request, state: "compiling", prompt,
-    limit: prompt, generated: 0, computed: 0, dropped: 0, cached: 0, preemptions: 0, priority: 0, tenant: "", table: [], step: 0 }));
-  const live = [...state.sequences.values()].sort((a, b) => (a.state === "waiting") - (b.state === "waiting") || a.name - b.name || a.index - b.index);
-  const shown = [...live.slice(0, SHOWN_LIVE), ...compiling, ...state.ended.slice(-SHOWN_ENDED).reverse()];
-  setText(byId("more-requests"), live.length > SHOWN_LIVE ? `and ${plural(live.length - SHOWN_LIVE, "live request")} more` : "");
-  const hasPriorities = shown.some((seq) => seq.priority), hasTenants = shown.some((seq) => seq.tenant);
+  const compiling = [...state.compiling.values()].map(({ request, prompt }) => ({
+    id: 0,
+    label: -1,
+    name: 0,
+    request,
+    state: "compiling",
+    prompt,
+    limit: prompt,
+    generated: 0,
+    computed: 0,
+    dropped: 0,
+    cached: 0,
+    preemptions: 0,
+    priority: 0,
+    tenant: "",
+    table: [],
+    step: 0,
+  }));
+  const live = [...state.sequences.values()].sort(
+    (a, b) =>
+      (a.state === "waiting") - (b.state === "waiting") || a.name - b.name || a.index - b.index,
+  );
+  const shown = [
+    ...live.slice(0, SHOWN_LIVE),
+    ...compiling,
+    ...state.ended.slice(-SHOWN_ENDED).reverse(),
+  ];
+  setText(
+    byId("more-requests"),
+    live.length > SHOWN_LIVE ? `and ${plural(live.length - SHOWN_LIVE, "live request")} more` : "",
+  );
+  const hasPriorities = shown.some((seq) => seq.priority);
+  const hasTenants = shown.some((seq) => seq.tenant);
   byId("requests").classList.toggle("no-priorities", !hasPriorities);
   byId("requests").classList.toggle("no-tenants", !hasTenants);
   // The columns behind the state that page.css shows at this width.
-  marks.columns = isNarrow.matches ? 3 : 4 + (isMedium.matches ? 0 : 1 + hasTenants) + hasPriorities;
-  const here = new Set(), before = new Set(rows.keys());
+  marks.columns = isNarrow.matches
+    ? 3
+    : 4 + (isMedium.matches ? 0 : 1 + hasTenants) + hasPriorities;
+  const here = new Set();
+  const before = new Set(rows.keys());
   shown.forEach((seq, place) => {
     const key = keyOf(seq);
     here.add(key);
@@ -117,29 +188,36 @@ export function drawRequests(state, marks) {
     fill(row, seq, state, marks);
     if (body.children[place] !== row.tr) body.insertBefore(row.tr, body.children[place] ?? null);
   });
-  for (const key of before) if (!here.has(key)) {
-    rows.get(key).tr.remove();
-    rows.delete(key);
+  for (const key of before) {
+    if (!here.has(key)) {
+      rows.get(key).tr.remove();
+      rows.delete(key);
+    }
   }
   byId("no-requests").hidden = shown.length > 0;
   drawCounts(state, live);
 }
 
-const counts = Object.fromEntries(["decode", "prefill", "waiting", "done", "failed", "refused"].map((name) => {
-  const item = element("li", name), number = element("b", "", "0");
-  item.append(number, ` ${name}`);
-  byId("counts").append(item);
-  return [name, { item, number }];
-}));
+const counts = Object.fromEntries(
+  ["decode", "prefill", "waiting", "done", "failed", "refused"].map((name) => {
+    const item = element("li", name);
+    const number = element("b", "", "0");
+    item.append(number, ` ${name}`);
+    byId("counts").append(item);
+    return [name, { item, number }];
+  }),
+);
 
 function drawCounts(state, live) {
-  const { decode, prefill, waiting } = countStates(state), { finished, failed, refused } = state.counters;
+  const { decode, prefill, waiting } = countStates(state);
+  const { finished, failed, refused } = state.counters;
   const numbers = { decode, prefill, waiting, done: finished, failed, refused };
   for (const [name, { item, number }] of Object.entries(counts)) {
     setText(number, count(numbers[name]));
     item.hidden = !numbers[name] && (name === "failed" || name === "refused");
   }
   const preempted = live.filter((seq) => seq.state === "waiting" && seq.preemptions).length;
-  counts.waiting.item.lastChild.textContent = preempted ? ` waiting, ${preempted} of them preempted` : " waiting";
+  counts.waiting.item.lastChild.textContent = preempted
+    ? ` waiting, ${preempted} of them preempted`
+    : " waiting";
 }
-

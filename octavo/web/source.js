@@ -1,19 +1,38 @@
-// Where the events come from: the live feed of a server, a recording that `octavo replay` serves, or one inside this file.
+// Where the events come from: the live feed of a server, a recording that `octavo replay` serves,
+// or one inside this file.
 
 import { byId, element, setText } from "./draw.js";
 import { follow, parseLines } from "./feed.js";
+import { openLesson } from "./lesson.js";
 import { showControls } from "./traffic.js";
 
 const CHUNK = 200_000; // Lines that are added at once.
-const PHASES = { starting: "starting", importing: "importing", loading: "loading the model", allocating: "allocating memory", warming: "warming up", down: "engine restarting" };
+const PHASES = {
+  starting: "starting",
+  importing: "importing",
+  loading: "loading the model",
+  allocating: "allocating memory",
+  warming: "warming up",
+  down: "engine restarting",
+};
 
 export async function openSource(page, tools) {
-  const embedded = byId("recording");
-  if (embedded) {
+  const isSingleFile = byId("recording-0") !== null;
+  const { source } = document.body.dataset;
+  if (isSingleFile) {
     for (const id of ["save", "tab-what-if"]) byId(id).hidden = true; // They need a server.
-    return openRecording(page, tools, await unpack(embedded.textContent));
   }
-  if (document.body.dataset.recording) return openRecording(page, tools, await fetchRecording(document.body.dataset.recording));
+  if (isSingleFile || source) {
+    await openRecording(page, tools, await readRecording(0));
+    const lesson = await readLesson();
+    const openRun = async (index) => {
+      page.reset();
+      await openRecording(page, tools, await readRecording(index));
+    };
+    if (lesson) openLesson(page, lesson, { openRun, openTab: tools.openTab });
+    document.body.dataset.ready = "true";
+    return;
+  }
   follow({
     onState: showServer,
     onLines: (lines) => {
@@ -25,19 +44,32 @@ export async function openSource(page, tools) {
   });
 }
 
-// ---- recordings -----------------------------------------------------------------------------------------
+// ---- recordings ---------------------------------------------------------------------------------
 
-async function fetchRecording(path) {
+// Returns the text of a recording. A lesson has several, which are numbered.
+async function readRecording(index) {
+  const embedded = byId(`recording-${index}`);
+  if (embedded) return unpack(embedded.textContent);
   say("starting", "loading the recording");
-  const reply = await fetch(path);
+  const reply = await fetch(`./recording-${index}`);
   if (!reply.ok) throw new Error(`the recording cannot be loaded: ${reply.status}`);
   return reply.text();
+}
+
+// Returns the text of the lesson, or null if there is none.
+async function readLesson() {
+  const embedded = byId("lesson-text");
+  if (embedded) return JSON.parse(embedded.textContent);
+  if (document.body.dataset.source !== "lesson") return null;
+  return (await fetch("./lesson")).json();
 }
 
 // A recording inside this file is compressed with gzip and written in base64.
 async function unpack(text) {
   const bytes = Uint8Array.from(atob(text.trim()), (character) => character.charCodeAt(0));
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  return new Response(
+    new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip")),
+  ).text();
 }
 
 async function openRecording(page, { redraw, followLink }, text) {
@@ -58,10 +90,9 @@ async function openRecording(page, { redraw, followLink }, text) {
   byId("tab-try").hidden = true;
   followLink();
   redraw(true);
-  document.body.dataset.ready = "true";
 }
 
-// ---- the server -----------------------------------------------------------------------------------------
+// ---- the server ---------------------------------------------------------------------------------
 
 export function say(state, words) {
   byId("status").dataset.state = state;
@@ -71,13 +102,28 @@ export function say(state, words) {
 
 function showServer({ server, model }) {
   const { state, phase, progress } = server;
-  const words = state === "ready" ? "ready" : state === "restarting" && phase !== "ready" ? `engine restarting: ${PHASES[phase] ?? phase}` : PHASES[phase] && state !== "ready" ? PHASES[phase] : state;
+  const words =
+    state === "ready"
+      ? "ready"
+      : state === "restarting" && phase !== "ready"
+        ? `engine restarting: ${PHASES[phase] ?? phase}`
+        : PHASES[phase] && state !== "ready"
+          ? PHASES[phase]
+          : state;
   say(state, words);
   showControls(server);
   byId("tab-what-if").hidden = !server.controls;
   byId("progress").hidden = progress === undefined;
   if (progress !== undefined) byId("progress-bar").style.width = `${100 * progress}%`;
   if (!model) return;
-  const facts = [model.architecture, `${model.dtype} on ${model.device}`, model.speculative && `speculative ${model.speculative}`, `Octavo ${server.version}`];
-  byId("model").replaceChildren(element("b", "", server.name), ` · ${facts.filter(Boolean).join(" · ")}`);
+  const facts = [
+    model.architecture,
+    `${model.dtype} on ${model.device}`,
+    model.speculative && `speculative ${model.speculative}`,
+    `Octavo ${server.version}`,
+  ];
+  byId("model").replaceChildren(
+    element("b", "", server.name),
+    ` · ${facts.filter(Boolean).join(" · ")}`,
+  );
 }

@@ -1,11 +1,13 @@
-// What requests and steps did over time, for the timeline and the percentiles. It is built from the same events as the state, and grows
-// with them. Times are in microseconds.
+// What requests and steps did over time, for the timeline and the percentiles. It is built from the
+// same events as the state, and grows with them. Times are in microseconds.
 
 import { countBlocks } from "./state.js";
 
-const FIRST_INTERVAL = 2e5, MAX_TOTALS = 1000; // The interval doubles when there are too many totals.
+const FIRST_INTERVAL = 2e5;
+const MAX_TOTALS = 1000; // The interval doubles when there are too many totals.
 
-// Values and when they were measured, in the order of time. Arrays of numbers hold millions of them.
+// Values and when they were measured, in the order of time. Arrays of numbers hold millions of
+// them.
 class Samples {
   constructor() {
     this.times = new Float64Array(1024);
@@ -28,14 +30,16 @@ class Samples {
 
   // Returns the values of the last `seconds` before a time, at most the latest 20,000, sorted.
   before(time, seconds) {
-    let low = 0, high = this.length;
+    let low = 0;
+    let high = this.length;
     while (low < high) {
       const middle = (low + high) >> 1;
       if (this.times[middle] <= time) low = middle + 1;
       else high = middle;
     }
     let first = low;
-    while (first > 0 && low - first < 20000 && this.times[first - 1] > time - 1e6 * seconds) first -= 1;
+    while (first > 0 && low - first < 20000 && this.times[first - 1] > time - 1e6 * seconds)
+      first -= 1;
     return this.values.slice(first, low).sort();
   }
 }
@@ -84,12 +88,17 @@ export class Spans {
     this.itl = new Samples(); // Times between tokens.
     this.totals = []; // What the engine held and had done at regular times: { time, ... }.
     this.interval = FIRST_INTERVAL;
-    this.recent = { ttft: [0, 0], itl: [0, 0] }; // The sum and the number of the values since the last totals.
+    // The sum and the number of the values since the last totals.
+    this.recent = { ttft: [0, 0], itl: [0, 0] };
   }
 
   add(event, state) {
     handlers[event.kind]?.(this, event, state);
-    if (event.kind === "committed" && event.time - (this.totals.at(-1)?.time ?? -Infinity) >= this.interval) this.#addTotals(event.time, state);
+    if (
+      event.kind === "committed" &&
+      event.time - (this.totals.at(-1)?.time ?? -Infinity) >= this.interval
+    )
+      this.#addTotals(event.time, state);
   }
 
   addSample(name, time, value) {
@@ -99,8 +108,13 @@ export class Spans {
   }
 
   #addTotals(time, state) {
-    const { used } = countBlocks(state), running = state.plan?.items.length ?? 0;
-    const [ttft, itl] = ["ttft", "itl"].map((name) => (this.recent[name][1] ? this.recent[name][0] / this.recent[name][1] : (this.totals.at(-1)?.[name] ?? 0)));
+    const { used } = countBlocks(state);
+    const running = state.plan?.items.length ?? 0;
+    const [ttft, itl] = ["ttft", "itl"].map((name) =>
+      this.recent[name][1]
+        ? this.recent[name][0] / this.recent[name][1]
+        : (this.totals.at(-1)?.[name] ?? 0),
+    );
     this.totals.push({ ...state.counters, time, used, running, plans: state.step, ttft, itl });
     this.recent = { ttft: [0, 0], itl: [0, 0] };
     if (this.totals.length <= MAX_TOTALS) return;
@@ -125,7 +139,14 @@ function addLanes(spans, state) {
   for (const seq of state.sequences.values()) {
     const lane = spans.laneOf(seq.id, state);
     lane.lastToken = seq.first_token;
-    if (seq.state !== "waiting") lane.begin("decode", state.time, { first: spans.steps.length, last: spans.steps.length - 1, tokens: 0, drafts: [] });
+    if (seq.state !== "waiting") {
+      lane.begin("decode", state.time, {
+        first: spans.steps.length,
+        last: spans.steps.length - 1,
+        tokens: 0,
+        drafts: [],
+      });
+    }
   }
 }
 
@@ -144,21 +165,31 @@ const handlers = {
   arrived: (spans, event, state) => spans.laneOf(event.seq, state),
   forked: (spans, event, state) => spans.laneOf(event.seq, state),
   waiting(spans, event, state) {
-    const lane = spans.laneOf(event.seq, state), span = lane?.spans.at(-1);
+    const lane = spans.laneOf(event.seq, state);
+    const span = lane?.spans.at(-1);
     if (span && span.end === Infinity) span.why = event.reason;
   },
   admitted(spans, event, state) {
     const lane = spans.laneOf(event.seq, state);
     lane.label = event.label;
     lane.close(event.time);
-    lane.marks.push({ kind: "admitted", time: event.time, cached: event.cached, recomputed: event.recomputed, step: event.step });
+    lane.marks.push({
+      kind: "admitted",
+      time: event.time,
+      cached: event.cached,
+      recomputed: event.recomputed,
+      step: event.step,
+    });
   },
   loaded(spans, event, state) {
     // A preempted sequence that is admitted with blocks from a lower tier was swapped.
     if (event.tier !== "host") return;
     for (const seq of state.sequences.values()) {
       if (seq.admitted?.step !== event.step || !seq.table.includes(event.block)) continue;
-      const lane = spans.lanes.get(seq.id), waited = lane?.spans.findLast((span) => span.kind === "preempted" || span.kind === "swapped");
+      const lane = spans.lanes.get(seq.id);
+      const waited = lane?.spans.findLast(
+        (span) => span.kind === "preempted" || span.kind === "swapped",
+      );
       if (waited && waited.end === seq.admitted.time) waited.kind = "swapped";
       const mark = lane?.marks.at(-1);
       if (mark) mark.loaded = (mark.loaded ?? 0) + 1;
@@ -166,8 +197,18 @@ const handlers = {
   },
   preempted(spans, event, state) {
     const lane = spans.laneOf(event.seq, state);
-    lane.begin("preempted", event.time, { why: event.reason, beneficiary: event.beneficiary, positions: event.positions });
-    lane.marks.push({ kind: "preempted", time: event.time, step: event.step, reason: event.reason, beneficiary: event.beneficiary });
+    lane.begin("preempted", event.time, {
+      why: event.reason,
+      beneficiary: event.beneficiary,
+      positions: event.positions,
+    });
+    lane.marks.push({
+      kind: "preempted",
+      time: event.time,
+      step: event.step,
+      reason: event.reason,
+      beneficiary: event.beneficiary,
+    });
   },
   finished: (spans, event, state) => endLane(spans, event, event.reason),
   failed: (spans, event, state) => endLane(spans, event, "error"),
@@ -179,10 +220,22 @@ const handlers = {
     const planned = spans.plans.get(event.of);
     spans.plans.delete(event.of);
     if (!planned) return;
-    const { plan, time } = planned, place = spans.steps.length;
+    const { plan, time } = planned;
+    const place = spans.steps.length;
     const start = Math.max(time, spans.steps.at(-1)?.landed ?? 0);
-    const step = { number: event.of, start, planned: time, landed: event.time, budget: plan.budget, prefill: 0, decode: 0, drafted: 0,
-      accepted: 0, sampled: 0, urgent: plan.urgent };
+    const step = {
+      number: event.of,
+      start,
+      planned: time,
+      landed: event.time,
+      budget: plan.budget,
+      prefill: 0,
+      decode: 0,
+      drafted: 0,
+      accepted: 0,
+      sampled: 0,
+      urgent: plan.urgent,
+    };
     spans.steps.push(step);
     spans.places.set(event.of, place);
     spans.places.delete(event.of - 64);
@@ -195,9 +248,18 @@ const handlers = {
       step.accepted += item.drafts ? sampled - 1 : 0;
       const lane = spans.lanes.get(item.id);
       // The results of a sequence that was preempted since do not count.
-      if (!lane || lane.spans.at(-1).start > time && lane.spans.at(-1).kind === "preempted") return;
+      if (!lane || (lane.spans.at(-1).start > time && lane.spans.at(-1).kind === "preempted"))
+        return;
       if (item.start === undefined) addDecode(lane, place, step, item, sampled);
-      else lane.begin("prefill", start, { end: event.time, step: event.of, tokens: item.tokens, from: item.start, place });
+      else {
+        lane.begin("prefill", start, {
+          end: event.time,
+          step: event.of,
+          tokens: item.tokens,
+          from: item.start,
+          place,
+        });
+      }
       if (sampled) addToken(spans, lane, event.time, sampled);
     });
   },
@@ -205,7 +267,10 @@ const handlers = {
     const step = spans.steps[spans.places.get(event.of)];
     if (!step) return;
     const { started, planned, launched, wait_began, landed, done, device } = event;
-    Object.assign(step, { times: { started, planned, launched, wait_began, landed, done }, device });
+    Object.assign(step, {
+      times: { started, planned, launched, wait_began, landed, done },
+      device,
+    });
     step.start = Math.max(started, step.start - (step.planned - started));
   },
   stepfailed(spans, event) {
@@ -219,8 +284,21 @@ function addDecode(lane, place, step, item, sampled) {
     span.last = place;
     span.end = step.landed;
     span.tokens += sampled;
-  } else lane.begin("decode", step.start, { first: place, last: place, end: step.landed, tokens: sampled, drafts: [] });
-  if (item.drafts) lane.spans.at(-1).drafts[place - lane.spans.at(-1).first] = { drafted: item.drafts, accepted: sampled - 1 };
+  } else {
+    lane.begin("decode", step.start, {
+      first: place,
+      last: place,
+      end: step.landed,
+      tokens: sampled,
+      drafts: [],
+    });
+  }
+  if (item.drafts) {
+    lane.spans.at(-1).drafts[place - lane.spans.at(-1).first] = {
+      drafted: item.drafts,
+      accepted: sampled - 1,
+    };
+  }
 }
 
 function addToken(spans, lane, time, sampled) {
@@ -238,11 +316,13 @@ function endLane(spans, event, reason) {
   spans.lanes.delete(event.seq);
 }
 
-export const percentile = (sorted, q) => (sorted.length ? sorted[Math.max(Math.ceil((sorted.length * q) / 100) - 1, 0)] : null);
+export const percentile = (sorted, q) =>
+  sorted.length ? sorted[Math.max(Math.ceil((sorted.length * q) / 100) - 1, 0)] : null;
 
 // Returns the place of the last step that had landed at a time.
 export function lastLanded(steps, time) {
-  let low = -1, high = steps.length - 1;
+  let low = -1;
+  let high = steps.length - 1;
   while (low < high) {
     const middle = Math.ceil((low + high) / 2);
     if (steps[middle].landed <= time) low = middle;

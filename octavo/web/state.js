@@ -1,5 +1,6 @@
-// The state of an engine, derived from its event stream (octavo/core/event_stream.py). The same code runs on the live page, on a
-// recording and in an exported file. It holds what the events say and simulates nothing.
+// The state of an engine, derived from its event stream (octavo/core/event_stream.py). The same
+// code runs on the live page, on a recording and in an exported file. It holds what the events say
+// and simulates nothing.
 //
 //   const state = stateFrom(about, snapshot);   // the first line of a stream
 //   apply(state, event);                        // each following line, as an object (nameFields)
@@ -29,7 +30,8 @@ export function stateFrom(about, snapshot, number = 0, step = 0, time = 0) {
     references: new Uint16Array(blocks),
     contents: new Uint32Array(blocks), // The number of the content; 0: none.
     parents: new Uint32Array(blocks), // The number of the content before it.
-    freeOrder: new Float64Array(blocks).fill(Infinity), // A free block with a smaller number is reused earlier.
+    // A free block with a smaller number is reused earlier.
+    freeOrder: new Float64Array(blocks).fill(Infinity),
     front: 0,
     back: 0,
     // Host blocks.
@@ -39,12 +41,23 @@ export function stateFrom(about, snapshot, number = 0, step = 0, time = 0) {
     decode: [], // The sequences that decode in the latest plan.
     inFlight: new Map(), // Steps that are launched and not committed, by number.
     plan: null, // The latest plan.
-    counters: { ...snapshot.counters, evictions: 0, finished: 0, failed: 0, refused: 0, drafted: 0, accepted: 0 },
+    counters: {
+      ...snapshot.counters,
+      evictions: 0,
+      finished: 0,
+      failed: 0,
+      refused: 0,
+      drafted: 0,
+      accepted: 0,
+    },
   };
   for (const { seq, waits, ...fields } of snapshot.sequences) {
     const [, reason, needed, waits_for, ahead] = waits ?? [];
     const known = waits ? { reason, needed, waits_for, ahead, step } : null;
-    state.sequences.set(seq, newSequence({ ...fields, id: seq, table: fields.table.slice(), waits: known }));
+    state.sequences.set(
+      seq,
+      newSequence({ ...fields, id: seq, table: fields.table.slice(), waits: known }),
+    );
     for (const block of fields.table) state.references[block] += 1;
   }
   for (const block of [...snapshot.promoted, ...snapshot.withheld]) state.references[block] += 1;
@@ -52,14 +65,22 @@ export function stateFrom(about, snapshot, number = 0, step = 0, time = 0) {
     state.contents[block] = content;
     state.parents[block] = parent;
   }
-  for (const [first, count] of snapshot.free)
-    for (let block = first; block < first + count; block += 1) state.freeOrder[block] = state.back += 1;
+  for (const [first, count] of snapshot.free) {
+    for (let block = first; block < first + count; block += 1)
+      state.freeOrder[block] = state.back += 1;
+  }
   for (const [block, content, ready] of snapshot.host) {
     state.hostContents[block] = content;
     state.hostReady[block] = ready === "ready" ? 1 : 0;
   }
   for (const { step: number, items, sampled } of snapshot.in_flight) {
-    const named = items.map(([id, epoch, tokens, drafts], i) => ({ id, epoch, tokens, drafts, samples: sampled[i] }));
+    const named = items.map(([id, epoch, tokens, drafts], i) => ({
+      id,
+      epoch,
+      tokens,
+      drafts,
+      samples: sampled[i],
+    }));
     state.inFlight.set(number, { step: number, items: named });
   }
   return state;
@@ -67,7 +88,8 @@ export function stateFrom(about, snapshot, number = 0, step = 0, time = 0) {
 
 const newSequence = (fields) => ({
   index: 0,
-  label: -1, // A small number that no other live sequence has, for its colour; -1 before its first admission.
+  // A small number that no other live sequence has, for its colour; -1 before its first admission.
+  label: -1,
   state: "waiting",
   generated: 0,
   dropped: 0,
@@ -79,10 +101,12 @@ const newSequence = (fields) => ({
   inherited: 0,
   first_token: null,
   table: [], // Its blocks, in the order of its text.
-  waits: null, // Why it waits: reason, blocks needed, the sequence it waits for, how many are ahead.
+  // Why it waits: reason, blocks needed, the sequence it waits for, how many are ahead.
+  waits: null,
   unplanned: null, // Why it was not part of a step: reason, blocks needed, step.
   preempted: null, // The last preemption: reason, beneficiary, positions, blocks, step, time.
-  admitted: null, // The last admission: cached and recomputed tokens, why the match ended, step, time.
+  // The last admission: cached and recomputed tokens, why the match ended, step, time.
+  admitted: null,
   drafted: 0,
   accepted: 0,
   reply: "",
@@ -91,9 +115,24 @@ const newSequence = (fields) => ({
 
 // Returns an independent copy, from which the state can be continued later.
 export function cloneState(state) {
-  const copy = { ...state, counters: { ...state.counters }, ended: state.ended.slice(), compiling: new Map(state.compiling) };
-  for (const name of ["references", "contents", "parents", "freeOrder", "hostContents", "hostReady"]) copy[name] = state[name].slice();
-  copy.sequences = new Map([...state.sequences].map(([id, seq]) => [id, { ...seq, table: seq.table.slice() }]));
+  const copy = {
+    ...state,
+    counters: { ...state.counters },
+    ended: state.ended.slice(),
+    compiling: new Map(state.compiling),
+  };
+  for (const name of [
+    "references",
+    "contents",
+    "parents",
+    "freeOrder",
+    "hostContents",
+    "hostReady",
+  ])
+    copy[name] = state[name].slice();
+  copy.sequences = new Map(
+    [...state.sequences].map(([id, seq]) => [id, { ...seq, table: seq.table.slice() }]),
+  );
   copy.inFlight = new Map(state.inFlight);
   return copy;
 }
@@ -113,15 +152,25 @@ function takeBlock(state, block) {
 // A block without content is reused next; a cached block is reused last.
 function releaseBlock(state, block) {
   state.references[block] -= 1;
-  if (state.references[block] === 0) state.freeOrder[block] = state.contents[block] ? (state.back += 1) : (state.front -= 1);
+  if (state.references[block] === 0)
+    state.freeOrder[block] = state.contents[block] ? (state.back += 1) : (state.front -= 1);
 }
 
 function end(state, seq, event, reason, error = "") {
   if (!seq) return;
   state.sequences.delete(seq.id);
   const blocks = seq.table.length;
-  addEnded(state, { ...seq, generated: event.generated, state: error ? "failed" : reason === "abort" ? "aborted" : "done", reason, error,
-    ended: event.time, step: event.step, blocks, table: [] });
+  addEnded(state, {
+    ...seq,
+    generated: event.generated,
+    state: error ? "failed" : reason === "abort" ? "aborted" : "done",
+    reason,
+    error,
+    ended: event.time,
+    step: event.step,
+    blocks,
+    table: [],
+  });
 }
 
 function addEnded(state, entry) {
@@ -131,33 +180,98 @@ function addEnded(state, entry) {
 
 const handlers = {
   arrived(state, event) {
-    const { seq, name, request, prompt, limit, priority, tenant, deadline, arrival, text, time, step } = event;
+    const {
+      seq,
+      name,
+      request,
+      prompt,
+      limit,
+      priority,
+      tenant,
+      deadline,
+      arrival,
+      text,
+      time,
+      step,
+    } = event;
     state.compiling.delete(request);
-    state.sequences.set(seq, newSequence({ id: seq, name, request, prompt, limit, priority, tenant, deadline, arrival, text,
-      queued: time, queuedStep: step }));
+    state.sequences.set(
+      seq,
+      newSequence({
+        id: seq,
+        name,
+        request,
+        prompt,
+        limit,
+        priority,
+        tenant,
+        deadline,
+        arrival,
+        text,
+        queued: time,
+        queuedStep: step,
+      }),
+    );
   },
   forked(state, event) {
     const parent = state.sequences.get(event.parent);
     if (!parent) return;
     if (parent.state === "prefill") parent.state = "decode";
-    state.sequences.set(event.seq, { ...parent, id: event.seq, label: event.label, index: event.index, parent: event.parent, state: "waiting",
-      table: [], computed: 0, planned: 0, epoch: 0, preemptions: 0, inherited: 1, first_token: null, waits: null, unplanned: null,
-      preempted: null, admitted: null });
+    state.sequences.set(event.seq, {
+      ...parent,
+      id: event.seq,
+      label: event.label,
+      index: event.index,
+      parent: event.parent,
+      state: "waiting",
+      table: [],
+      computed: 0,
+      planned: 0,
+      epoch: 0,
+      preemptions: 0,
+      inherited: 1,
+      first_token: null,
+      waits: null,
+      unplanned: null,
+      preempted: null,
+      admitted: null,
+    });
   },
   compiling(state, { request, prompt, time }) {
     state.compiling.set(request, { request, prompt, time });
   },
   refused(state, { request, reason, time, step }) {
     state.compiling.delete(request);
-    // A request that had been queued has ended already, or is about to: this is what its client was told.
-    const queued = [...state.sequences.values(), ...state.ended].filter((seq) => seq.request === request || seq.request.startsWith(`${request}-`));
+    // A request that had been queued has ended already, or is about to: this is what its client was
+    // told.
+    const queued = [...state.sequences.values(), ...state.ended].filter(
+      (seq) => seq.request === request || seq.request.startsWith(`${request}-`),
+    );
     if (queued.length) {
       for (const seq of queued) seq.answer = reason;
       return;
     }
     state.counters.refused += 1;
-    addEnded(state, newSequence({ id: 0, label: -1, name: 0, request, state: "refused", reason, error: reason, ended: time, step, blocks: 0,
-      prompt: 0, limit: 0, priority: 0, tenant: "", arrival: time }));
+    addEnded(
+      state,
+      newSequence({
+        id: 0,
+        label: -1,
+        name: 0,
+        request,
+        state: "refused",
+        reason,
+        error: reason,
+        ended: time,
+        step,
+        blocks: 0,
+        prompt: 0,
+        limit: 0,
+        priority: 0,
+        tenant: "",
+        arrival: time,
+      }),
+    );
   },
   admitted(state, event, seq) {
     seq.state = "prefill";
@@ -165,8 +279,15 @@ const handlers = {
     seq.computed = seq.planned = event.cached;
     seq.dropped = event.dropped;
     seq.waits = null;
-    seq.admitted = { cached: event.cached, tokens: event.tokens, match_end: event.match_end, missing: event.missing,
-      recomputed: event.recomputed, step: event.step, time: event.time };
+    seq.admitted = {
+      cached: event.cached,
+      tokens: event.tokens,
+      match_end: event.match_end,
+      missing: event.missing,
+      recomputed: event.recomputed,
+      step: event.step,
+      time: event.time,
+    };
     if (!seq.preemptions && !seq.inherited) {
       seq.cached = event.cached;
       state.counters.queried_tokens += event.tokens;
@@ -211,12 +332,18 @@ const handlers = {
     });
     state.decode = event.decode ?? state.decode;
     const decodes = state.decode.map((id, i) => {
-      const seq = state.sequences.get(id), drafts = event.drafts?.[i] ?? 0;
+      const seq = state.sequences.get(id);
+      const drafts = event.drafts?.[i] ?? 0;
       seq.planned += 1 + drafts;
       return { id, epoch: seq.epoch, tokens: 1 + drafts, drafts, samples: 1 };
     });
     // The engine lists decoding sequences first.
-    state.plan = { step: event.step, items: [...decodes, ...items], budget: event.budget, urgent: event.urgent };
+    state.plan = {
+      step: event.step,
+      items: [...decodes, ...items],
+      budget: event.budget,
+      urgent: event.urgent,
+    };
     state.inFlight.set(event.step, state.plan);
   },
   landed(state, event) {
@@ -314,7 +441,8 @@ const handlers = {
   },
   forgotten(state, event) {
     state.onDisk = event.on_disk;
-    if (event.tier === "host") state.hostContents[event.host_block] = state.hostReady[event.host_block] = 0;
+    if (event.tier === "host")
+      state.hostContents[event.host_block] = state.hostReady[event.host_block] = 0;
   },
   listed(state, event) {
     state.onDisk = event.contents;
@@ -324,11 +452,14 @@ const handlers = {
   },
 };
 
-// ---- questions about a state ----------------------------------------------------------------------
+// ---- questions about a state --------------------------------------------------------------------
 
 // Counts blocks. The sum of used, cached and free must be the total.
 export function countBlocks(state) {
-  let used = 0, shared = 0, cached = 0, free = 0;
+  let used = 0;
+  let shared = 0;
+  let cached = 0;
+  let free = 0;
   for (let block = 1; block < state.references.length; block += 1) {
     const isListed = state.freeOrder[block] !== Infinity;
     if (state.references[block] && !isListed) {
@@ -351,36 +482,60 @@ export function countStates(state) {
 // Returns block -> ids of the sequences that hold it.
 export function findOwners(state) {
   const owners = new Map();
-  for (const seq of state.sequences.values())
-    for (const block of seq.table)
+  for (const seq of state.sequences.values()) {
+    for (const block of seq.table) {
       if (owners.has(block)) owners.get(block).push(seq.id);
       else owners.set(block, [seq.id]);
+    }
+  }
   return owners;
 }
 
 // Returns blocks without references in the order in which they are reused.
 export function freeList(state) {
   const blocks = [];
-  for (let block = 1; block < state.freeOrder.length; block += 1) if (state.freeOrder[block] !== Infinity) blocks.push(block);
+  for (let block = 1; block < state.freeOrder.length; block += 1)
+    if (state.freeOrder[block] !== Infinity) blocks.push(block);
   return blocks.sort((a, b) => state.freeOrder[a] - state.freeOrder[b]);
 }
 
-const COMPARED = ["state", "label", "name", "request", "index", "prompt", "limit", "computed", "planned", "cached", "preemptions",
-  "priority", "tenant", "deadline", "arrival", "epoch"];
+const COMPARED = [
+  "state",
+  "label",
+  "name",
+  "request",
+  "index",
+  "prompt",
+  "limit",
+  "computed",
+  "planned",
+  "cached",
+  "preemptions",
+  "priority",
+  "tenant",
+  "deadline",
+  "arrival",
+  "epoch",
+];
 const COUNTED = ["preemptions", "copies", "queried_tokens", "cached_tokens", "recomputed_tokens"];
 
-// Compares a state with the engine's own, from a snapshot at the same place of the stream. Returns what differs, in words.
+// Compares a state with the engine's own, from a snapshot at the same place of the stream. Returns
+// what differs, in words.
 export function compareWithEngine(state, about, snapshot) {
-  const engine = stateFrom(about, snapshot), found = [];
+  const engine = stateFrom(about, snapshot);
+  const found = [];
   const differ = (what, mine, theirs) => {
-    if (JSON.stringify(mine) !== JSON.stringify(theirs)) found.push(`${what}: page ${JSON.stringify(mine)}, engine ${JSON.stringify(theirs)}`);
+    if (JSON.stringify(mine) !== JSON.stringify(theirs))
+      found.push(`${what}: page ${JSON.stringify(mine)}, engine ${JSON.stringify(theirs)}`);
   };
   differ("live sequences", [...state.sequences.keys()].sort(), [...engine.sequences.keys()].sort());
   for (const [id, theirs] of engine.sequences) {
     const mine = state.sequences.get(id);
     if (!mine) continue;
-    for (const name of COMPARED) differ(`${name} of sequence ${id}`, mine[name] ?? null, theirs[name] ?? null);
-    if (theirs.state !== "waiting") differ(`tokens of sequence ${id}`, mine.generated, theirs.generated);
+    for (const name of COMPARED)
+      differ(`${name} of sequence ${id}`, mine[name] ?? null, theirs[name] ?? null);
+    if (theirs.state !== "waiting")
+      differ(`tokens of sequence ${id}`, mine.generated, theirs.generated);
     differ(`blocks of sequence ${id}`, mine.table, theirs.table);
   }
   differ("contents", [...state.contents], [...engine.contents]);

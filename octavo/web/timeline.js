@@ -9,30 +9,41 @@ import { colour, count, explain, plural, prepare, spell } from "./draw.js";
 import { lastLanded } from "./spans.js";
 import { FINISH_REASONS } from "./words.js";
 
-const GUTTER = 58, AXIS = 16, TOKENS = 46, DEVICE = 13, HOST = 11, LANE = 21;
+const GUTTER = 58;
+const AXIS = 16;
+const TOKENS = 46;
+const DEVICE = 13;
+const HOST = 11;
+const LANE = 21;
 const TOP = AXIS + TOKENS + DEVICE + HOST + 10; // Where the lanes begin.
 
 // The steps that overlap an interval.
 function stepsBetween(steps, from, to) {
-  let low = 0, high = steps.length;
+  let low = 0;
+  let high = steps.length;
   while (low < high) {
     const middle = (low + high) >> 1;
     if (steps[middle].landed < from) low = middle + 1;
     else high = middle;
   }
   const found = [];
-  for (let i = low; i < steps.length && steps[i].start <= to; i += 1) found.push({ ...steps[i], place: i });
+  for (let i = low; i < steps.length && steps[i].start <= to; i += 1)
+    found.push({ ...steps[i], place: i });
   return found;
 }
 
 const hasEnded = (lane, time) => lane.end <= time;
 
-// Returns how many microseconds to show, so that about 40 steps are seen. It changes rarely, so that the picture stays calm.
+// Returns how many microseconds to show, so that about 40 steps are seen. It changes rarely, so
+// that the picture stays calm.
 function chooseWidth(spans, now, width) {
   if (spans.steps.length < 2) return width;
   const place = Math.max(0, lastLanded(spans.steps, now));
   const earlier = spans.steps[Math.max(0, place - 40)];
-  const wanted = Math.max(0.2e6, Math.min(30e6, (spans.steps[place].landed - earlier.start) * 1.05));
+  const wanted = Math.max(
+    0.2e6,
+    Math.min(30e6, (spans.steps[place].landed - earlier.start) * 1.05),
+  );
   return wanted > width * 1.6 || wanted < width / 1.6 ? wanted : width;
 }
 
@@ -52,7 +63,13 @@ function drawAxis(context, start, end, x, pixels, height) {
     context.fillRect(x(time), AXIS - 4, 1, height - AXIS + 4);
     context.fillStyle = colour("dim");
     const decimals = Math.max(0, Math.min(3, 6 - Math.floor(Math.log10(interval))));
-    context.fillText(interval >= 1e6 ? `${Math.round(time / 1e6)} s` : `${(time / 1e6).toFixed(Math.min(3, decimals))} s`, x(time) + 3, AXIS - 6);
+    context.fillText(
+      interval >= 1e6
+        ? `${Math.round(time / 1e6)} s`
+        : `${(time / 1e6).toFixed(Math.min(3, decimals))} s`,
+      x(time) + 3,
+      AXIS - 6,
+    );
   }
 }
 
@@ -61,9 +78,11 @@ function drawSteps(context, steps, x, pixels) {
   context.fillStyle = colour("soft");
   context.fillRect(GUTTER, AXIS, pixels - GUTTER, TOKENS);
   for (const step of steps) {
-    const left = Math.max(GUTTER, x(step.start)), wide = Math.max(0.7, x(step.landed) - left - (x(step.landed) - left > 3 ? 1 : 0));
+    const left = Math.max(GUTTER, x(step.start));
+    const wide = Math.max(0.7, x(step.landed) - left - (x(step.landed) - left > 3 ? 1 : 0));
     const tall = (tokens) => Math.min(TOKENS, (TOKENS * tokens) / Math.max(step.budget, 1));
-    const decode = step.decode ? Math.max(1.5, tall(step.decode + step.drafted)) : 0, prefill = step.prefill ? Math.max(1.5, tall(step.prefill)) : 0;
+    const decode = step.decode ? Math.max(1.5, tall(step.decode + step.drafted)) : 0;
+    const prefill = step.prefill ? Math.max(1.5, tall(step.prefill)) : 0;
     context.fillStyle = colour("decode");
     context.fillRect(left, base - decode, wide, decode);
     context.fillStyle = colour("prefill");
@@ -82,42 +101,51 @@ function drawSteps(context, steps, x, pixels) {
   context.textAlign = "left";
 }
 
-// Without a measured time, the device is busy from the launch, or from the landing of the step before it.
+// Without a measured time, the device is busy from the launch, or from the landing of the step
+// before it.
 function drawHostAndDevice(context, step, x) {
-  const { started, planned, launched, landed, done } = step.times, y = AXIS + TOKENS + 3;
+  const { started, planned, launched, landed, done } = step.times;
+  const y = AXIS + TOKENS + 3;
   const bar = (from, to, top, tall, name) => {
-    const left = Math.max(GUTTER, x(from)), right = x(to);
+    const left = Math.max(GUTTER, x(from));
+    const right = x(to);
     if (right <= left) return;
     context.fillStyle = colour(name);
     context.fillRect(left, top, Math.max(0.6, right - left - 0.4), tall);
   };
-  const busyFrom = step.device ? Math.max(step.start, landed - step.device) : Math.max(planned, step.start);
+  const busyFrom = step.device
+    ? Math.max(step.start, landed - step.device)
+    : Math.max(planned, step.start);
   bar(busyFrom, landed, y, DEVICE - 4, "device");
   bar(started, launched, y + DEVICE, HOST - 4, "host");
   bar(landed, done, y + DEVICE, HOST - 4, "host");
-
 }
 
 const SPAN_COLOURS = { waiting: "waiting", preempted: "alarm", swapped: "tier" };
 
 function drawLane(context, spans, lane, y, { x, start, end, now, marks, pixels }) {
-  const isMarked = marks.selected === lane.id || marks.hovered === lane.id, middle = y + LANE / 2;
+  const isMarked = marks.selected === lane.id || marks.hovered === lane.id;
+  const middle = y + LANE / 2;
   if (isMarked) {
     context.fillStyle = colour("marked");
     context.fillRect(0, y, pixels, LANE);
   }
-  const hasStarted = lane.marks.some((mark) => mark.time <= now) || lane.spans.some((span) => span.kind === "decode" && span.start <= now);
+  const hasStarted =
+    lane.marks.some((mark) => mark.time <= now) ||
+    lane.spans.some((span) => span.kind === "decode" && span.start <= now);
   drawChip(context, lane, hasStarted ? lane.label : -1, y);
   for (const span of lane.spans) {
     const to = Math.min(span.end, now, lane.end);
     if (to < start || span.start > end || span.start > now) continue;
-    const left = Math.max(GUTTER, x(span.start)), wide = Math.max(1, x(to) - left);
+    const left = Math.max(GUTTER, x(span.start));
+    const wide = Math.max(1, x(to) - left);
     if (x(to) < GUTTER) continue;
     if (span.kind in SPAN_COLOURS) drawWait(context, left, middle, wide, SPAN_COLOURS[span.kind]);
     else if (span.kind === "prefill") drawPrefill(context, left, y + 4, wide, span);
     else drawDecode(context, spans, lane, span, y + 5, { x, start, now });
   }
-  for (const mark of lane.marks) if (mark.time >= start && mark.time <= now) drawMark(context, mark, x(mark.time), y);
+  for (const mark of lane.marks)
+    if (mark.time >= start && mark.time <= now) drawMark(context, mark, x(mark.time), y);
   if (lane.end <= now && lane.end >= start) drawEnd(context, lane, x(lane.end), middle);
 }
 
@@ -169,15 +197,19 @@ function drawDecode(context, spans, lane, span, top, { x, start, now }) {
     const step = spans.steps[place];
     if (!step || step.landed < start) continue;
     if (step.start > now) break;
-    const left = Math.max(GUTTER, x(step.start)), to = x(Math.min(step.landed, now));
+    const left = Math.max(GUTTER, x(step.start));
+    const to = x(Math.min(step.landed, now));
     if (to <= GUTTER) continue;
-    const wide = to - left, gap = wide > 3 ? 1 : 0;
-    if (x(step.landed) - x(step.start) < 1) { // Many steps in a pixel: draw the rest of the span at once.
+    const wide = to - left;
+    const gap = wide > 3 ? 1 : 0;
+    if (x(step.landed) - x(step.start) < 1) {
+      // Many steps in a pixel: draw the rest of the span at once.
       const rest = x(Math.min(span.end, now)) - left;
       context.fillRect(left, top, Math.max(1, rest), tall);
       return;
     }
-    const drafts = span.drafts[place - span.first], share = drafts ? (1 + drafts.accepted) / (1 + drafts.drafted) : 1;
+    const drafts = span.drafts[place - span.first];
+    const share = drafts ? (1 + drafts.accepted) / (1 + drafts.drafted) : 1;
     context.fillRect(left, top + tall * (1 - share), wide - gap, tall * share);
     if (share < 1) {
       context.fillStyle = colour("rejected");
@@ -231,13 +263,19 @@ function drawEdges(context, { x, now, end, pixels, height, limit, hidden }) {
   context.textAlign = "left";
 }
 
-// ---- one timeline -----------------------------------------------------------------------------------------
+// ---- one timeline -------------------------------------------------------------------------------
 
 export class Timeline {
   // `listeners`: select(sequence id), selectStep(step), hover(sequence id), redraw().
   constructor(canvas, listeners) {
     this.canvas = canvas;
-    this.listeners = { select: () => {}, selectStep: () => {}, hover: () => {}, redraw: () => {}, ...listeners };
+    this.listeners = {
+      select: () => {},
+      selectStep: () => {},
+      hover: () => {},
+      redraw: () => {},
+      ...listeners,
+    };
     this.width = 4e6; // Microseconds that are shown.
     this.isChosen = false; // The user has chosen the width.
     this.right = null; // The time at the right edge; null: the chosen moment.
@@ -250,20 +288,40 @@ export class Timeline {
     const { context, width: pixels, height } = prepare(this.canvas);
     if (!pixels) return;
     if (!this.isChosen) this.width = chooseWidth(spans, now, this.width);
-    const end = this.right ?? now, start = end - this.width, scale = (pixels - GUTTER) / this.width;
+    const end = this.right ?? now;
+    const start = end - this.width;
+    const scale = (pixels - GUTTER) / this.width;
     const x = (time) => GUTTER + (time - start) * scale;
     const limit = hidesFuture ? now : Infinity;
     const steps = stepsBetween(spans.steps, start, Math.min(end, limit));
-    const lanes = spans.allLanes.filter((lane) => lane.arrival <= Math.min(end, limit) && lane.end >= start);
+    const lanes = spans.allLanes.filter(
+      (lane) => lane.arrival <= Math.min(end, limit) && lane.end >= start,
+    );
     const room = Math.max(1, Math.floor((height - TOP) / LANE));
     this.scroll = Math.max(0, Math.min(this.scroll, lanes.length - room));
     // Of many lanes, those that are live come first.
-    const order = lanes.length > room ? [...lanes.filter((lane) => !hasEnded(lane, now)), ...lanes.filter((lane) => hasEnded(lane, now))] : lanes;
-    const visible = order.slice(this.scroll, this.scroll + room), hidden = lanes.length - visible.length;
+    const order =
+      lanes.length > room
+        ? [
+            ...lanes.filter((lane) => !hasEnded(lane, now)),
+            ...lanes.filter((lane) => hasEnded(lane, now)),
+          ]
+        : lanes;
+    const visible = order.slice(this.scroll, this.scroll + room);
+    const hidden = lanes.length - visible.length;
     this.shown = { steps, visible, start, scale, now };
     drawAxis(context, start, end, x, pixels, height);
     drawSteps(context, steps, x, pixels);
-    visible.forEach((lane, i) => drawLane(context, spans, lane, TOP + i * LANE, { x, start, end, now: Math.min(end, limit), marks, pixels }));
+    visible.forEach((lane, i) =>
+      drawLane(context, spans, lane, TOP + i * LANE, {
+        x,
+        start,
+        end,
+        now: Math.min(end, limit),
+        marks,
+        pixels,
+      }),
+    );
     drawEdges(context, { x, now, end, pixels, height, limit, hidden });
   }
 
@@ -304,39 +362,60 @@ export class Timeline {
   #describe(x, y) {
     const lane = this.#laneAt(y);
     if (!this.shown || x < GUTTER) return lane?.request ?? "";
-    const time = this.#timeAt(x), step = this.#stepAt(time);
+    const time = this.#timeAt(x);
+    const step = this.#stepAt(time);
     if (!lane) return step ? describeStep(step).join("\n") : "";
     const span = lane.spans.findLast((each) => each.start <= time);
     if (!span || time > Math.min(this.shown.now, lane.end)) return "";
-    const name = nameOf(lane), lasted = spell(Math.min(span.end, lane.end, this.shown.now) - span.start);
+    const name = nameOf(lane);
+    const lasted = spell(Math.min(span.end, lane.end, this.shown.now) - span.start);
     if (lane.end <= time) return `${name}: ${FINISH_REASONS[lane.reason] ?? lane.reason}`;
-    if (span.kind === "prefill") return `${name}: prefill of tokens ${count(span.from + 1)}–${count(span.from + span.tokens)} in step ${count(span.step)}, ${lasted}`;
-    if (span.kind === "decode") return [`${name}: decode`, ...(step ? describeStep(step) : [])].join("\n");
+    if (span.kind === "prefill")
+      return `${name}: prefill of tokens ${count(span.from + 1)}–${count(span.from + span.tokens)} in step ${count(span.step)}, ${lasted}`;
+    if (span.kind === "decode")
+      return [`${name}: decode`, ...(step ? describeStep(step) : [])].join("\n");
     const admission = lane.marks.find((mark) => mark.kind === "admitted" && mark.time >= span.end);
-    const cost = admission && span.kind !== "waiting" ? `\n${count(admission.recomputed)} tokens recomputed, ${count(admission.cached)} found in the cache` : "";
+    const cost =
+      admission && span.kind !== "waiting"
+        ? `\n${count(admission.recomputed)} tokens recomputed, ${count(admission.cached)} found in the cache`
+        : "";
     return `${name}: ${span.kind} for ${lasted}\n${span.why ?? ""}${cost}`;
   }
 
   #listen() {
     const { canvas, listeners } = this;
     explain(canvas, (x, y) => this.#describe(x, y));
-    canvas.addEventListener("pointermove", (event) => listeners.hover(this.#laneAt(event.offsetY)?.id ?? 0));
+    canvas.addEventListener("pointermove", (event) =>
+      listeners.hover(this.#laneAt(event.offsetY)?.id ?? 0),
+    );
     canvas.addEventListener("pointerleave", () => listeners.hover(0));
     canvas.addEventListener("click", (event) => {
       if (!this.shown) return;
-      const lane = this.#laneAt(event.offsetY), step = event.offsetX > GUTTER ? this.#stepAt(this.#timeAt(event.offsetX)) : null;
+      const lane = this.#laneAt(event.offsetY);
+      const step = event.offsetX > GUTTER ? this.#stepAt(this.#timeAt(event.offsetX)) : null;
       if (lane) listeners.select(lane.id);
       else if (step && event.offsetY < TOP - 4) listeners.selectStep(step);
     });
-    canvas.addEventListener("wheel", (event) => {
-      event.preventDefault();
-      if (event.ctrlKey || event.metaKey) this.zoomBy(event.deltaY > 0 ? 1.25 : 0.8);
-      else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.#pan((event.deltaX / canvas.clientWidth) * this.width);
-      else this.scroll += Math.sign(event.deltaY);
-      listeners.redraw();
-    }, { passive: false });
+    canvas.addEventListener(
+      "wheel",
+      (event) => {
+        event.preventDefault();
+        if (event.ctrlKey || event.metaKey) this.zoomBy(event.deltaY > 0 ? 1.25 : 0.8);
+        else if (Math.abs(event.deltaX) > Math.abs(event.deltaY))
+          this.#pan((event.deltaX / canvas.clientWidth) * this.width);
+        else this.scroll += Math.sign(event.deltaY);
+        listeners.redraw();
+      },
+      { passive: false },
+    );
     canvas.addEventListener("keydown", (event) => {
-      const actions = { "+": () => this.zoomBy(0.6), "=": () => this.zoomBy(0.6), "-": () => this.zoomBy(1.7), ArrowUp: () => (this.scroll -= 1), ArrowDown: () => (this.scroll += 1) };
+      const actions = {
+        "+": () => this.zoomBy(0.6),
+        "=": () => this.zoomBy(0.6),
+        "-": () => this.zoomBy(1.7),
+        ArrowUp: () => (this.scroll -= 1),
+        ArrowDown: () => (this.scroll += 1),
+      };
       if (!actions[event.key]) return;
       event.preventDefault();
       event.stopPropagation();
@@ -348,12 +427,18 @@ export class Timeline {
 
 export function describeStep(step) {
   const lines = [`step ${count(step.number)}: ${spell(step.landed - step.start)}`];
-  const parts = [step.decode && `${plural(step.decode, "sequence")} decode`, step.prefill && `${plural(step.prefill, "prefill token")}`].filter(Boolean);
+  const parts = [
+    step.decode && `${plural(step.decode, "sequence")} decode`,
+    step.prefill && `${plural(step.prefill, "prefill token")}`,
+  ].filter(Boolean);
   lines.push(`${parts.join(", ") || "moves blocks only"}; budget ${count(step.budget)}`);
-  if (step.drafted) lines.push(`${count(step.accepted)} of ${plural(step.drafted, "draft")} accepted`);
+  if (step.drafted)
+    lines.push(`${count(step.accepted)} of ${plural(step.drafted, "draft")} accepted`);
   if (step.times) {
     const { started, planned, launched, wait_began, landed, done } = step.times;
-    lines.push(`host: plan ${spell(planned - started)}, launch ${spell(launched - planned)}, wait ${spell(landed - wait_began)}, commit ${spell(done - landed)}`);
+    lines.push(
+      `host: plan ${spell(planned - started)}, launch ${spell(launched - planned)}, wait ${spell(landed - wait_began)}, commit ${spell(done - landed)}`,
+    );
   }
   if (step.device) lines.push(`device: ${spell(step.device)}`);
   if (step.urgent) lines.push("other sequences pause for an urgent prompt");

@@ -1,19 +1,36 @@
-// Traffic for demonstrations: buttons that send ordinary requests, a steady stream of them, and, on a server with --live-controls,
-// settings of the running engine.
+// Traffic for demonstrations: buttons that send ordinary requests, a steady stream of them, and, on
+// a server with --live-controls, settings of the running engine.
 
 import { byId, element, setText } from "./draw.js";
 import { address, authorization } from "./feed.js";
 
-// A browser opens at most six connections to a server, so many prompts are sent as a list in one request. The engine sees one request
-// for each of them.
+// A browser opens at most six connections to a server, so many prompts are sent as a list in one
+// request. The engine sees one request for each of them.
 const MOST_OPEN = 5;
-const SHARED = "You are the librarian of an old harbour town. You know every book about the sea: logbooks of whalers, tables of tides, letters of keepers of lighthouses, and the first printed maps. You answer in short sentences, you name the shelf where a book stands, and you never invent a title. When a question is not about books, you say so politely and suggest one that might help. ";
-const QUESTIONS = ["Which book describes a storm?", "Where are the maps of the northern coast?", "Who kept the lighthouse in 1850?", "How does a tide table work?", "Tell me about octavo volumes.", "What did whalers write about?"];
-const STORIES = ["Write a short story about a paper boat.", "Describe how bread is baked.", "Explain why the sky is blue.", "List what a printer needs.", "Tell me about a voyage around the cape.", "Describe a market in the rain."];
+const SHARED =
+  "You are the librarian of an old harbour town. You know every book about the sea: logbooks of whalers, tables of tides, letters of keepers of lighthouses, and the first printed maps. You answer in short sentences, you name the shelf where a book stands, and you never invent a title. When a question is not about books, you say so politely and suggest one that might help. ";
+const QUESTIONS = [
+  "Which book describes a storm?",
+  "Where are the maps of the northern coast?",
+  "Who kept the lighthouse in 1850?",
+  "How does a tide table work?",
+  "Tell me about octavo volumes.",
+  "What did whalers write about?",
+];
+const STORIES = [
+  "Write a short story about a paper boat.",
+  "Describe how bread is baked.",
+  "Explain why the sky is blue.",
+  "List what a printer needs.",
+  "Tell me about a voyage around the cape.",
+  "Describe a market in the rain.",
+];
 const pick = (list) => list[Math.floor(Math.random() * list.length)];
 const between = (low, high) => low + Math.floor(Math.random() * (high - low + 1));
 
-let open = 0, steady = 0, latest = null;
+let open = 0;
+let steady = 0;
+let latest = null;
 
 // Sends a request and reads its reply to the end. The views show it like any other.
 async function send(fields) {
@@ -21,7 +38,11 @@ async function send(fields) {
   open += 1;
   try {
     const body = JSON.stringify({ temperature: 0.8, ignore_eos: true, stream: true, ...fields });
-    const reply = await fetch(address("v1/completions"), { method: "POST", headers: { "content-type": "application/json", ...authorization() }, body });
+    const reply = await fetch(address("v1/completions"), {
+      method: "POST",
+      headers: { "content-type": "application/json", ...authorization() },
+      body,
+    });
     await reply.text();
   } catch {
     // The engine was crashed, or the server has ended.
@@ -30,12 +51,36 @@ async function send(fields) {
 }
 
 const SCENARIOS = [
-  ["burst", "Twelve short prompts at once: more than there are batch slots.", () => send({ prompt: [...STORIES, ...STORIES], max_tokens: 40 })],
-  ["shared prefix", "Six prompts that begin with the same text: their first blocks are shared.", () => send({ prompt: QUESTIONS.map((question) => SHARED + question), max_tokens: 40 })],
-  ["long prompt", "One long prompt: it is computed in chunks, while others decode.", () => send({ prompt: SHARED.repeat(6) + STORIES[0], max_tokens: 32 })],
-  ["long replies", "Six prompts with long replies: they run out of blocks, and some are preempted.", () => send({ prompt: STORIES, max_tokens: 300 })],
-  ["urgent", "One prompt with priority −5. Under the policy priority, it goes first.", () => send({ prompt: SHARED + QUESTIONS[0], max_tokens: 32, priority: -5 })],
-  ["three samples", "One prompt with n = 3: three replies share the blocks of the prompt, and copy the last one before they write.", () => send({ prompt: SHARED.slice(0, 200), n: 3, max_tokens: 40 })],
+  [
+    "burst",
+    "Twelve short prompts at once: more than there are batch slots.",
+    () => send({ prompt: [...STORIES, ...STORIES], max_tokens: 40 }),
+  ],
+  [
+    "shared prefix",
+    "Six prompts that begin with the same text: their first blocks are shared.",
+    () => send({ prompt: QUESTIONS.map((question) => SHARED + question), max_tokens: 40 }),
+  ],
+  [
+    "long prompt",
+    "One long prompt: it is computed in chunks, while others decode.",
+    () => send({ prompt: SHARED.repeat(6) + STORIES[0], max_tokens: 32 }),
+  ],
+  [
+    "long replies",
+    "Six prompts with long replies: they run out of blocks, and some are preempted.",
+    () => send({ prompt: STORIES, max_tokens: 300 }),
+  ],
+  [
+    "urgent",
+    "One prompt with priority −5. Under the policy priority, it goes first.",
+    () => send({ prompt: SHARED + QUESTIONS[0], max_tokens: 32, priority: -5 }),
+  ],
+  [
+    "three samples",
+    "One prompt with n = 3: three replies share the blocks of the prompt, and copy the last one before they write.",
+    () => send({ prompt: SHARED.slice(0, 200), n: 3, max_tokens: 40 }),
+  ],
 ];
 
 for (const [name, words, act] of SCENARIOS) {
@@ -46,7 +91,7 @@ for (const [name, words, act] of SCENARIOS) {
   byId("traffic").append(button);
 }
 
-// ---- steady traffic -------------------------------------------------------------------------------------
+// ---- steady traffic -----------------------------------------------------------------------------
 
 const toggle = element("button", "", "steady traffic");
 toggle.type = "button";
@@ -60,31 +105,60 @@ function setSteady(on) {
   toggle.ariaPressed = String(on);
   if (!on) return;
   const next = () => {
-    if (!document.hidden && open < 4) send(Math.random() < 0.6 ? { prompt: SHARED + pick(QUESTIONS), max_tokens: between(20, 90) } : { prompt: pick(STORIES), max_tokens: between(20, 140) });
+    if (!document.hidden && open < 4) {
+      send(
+        Math.random() < 0.6
+          ? { prompt: SHARED + pick(QUESTIONS), max_tokens: between(20, 90) }
+          : { prompt: pick(STORIES), max_tokens: between(20, 140) },
+      );
+    }
     steady = setTimeout(next, between(500, 1900));
   };
   next();
 }
 
-// ---- controls -------------------------------------------------------------------------------------------
+// ---- controls -----------------------------------------------------------------------------------
 
 async function post(path, body) {
-  const reply = await fetch(address(path), { method: "POST", headers: { "content-type": "application/json", ...authorization() }, body: JSON.stringify(body) });
+  const reply = await fetch(address(path), {
+    method: "POST",
+    headers: { "content-type": "application/json", ...authorization() },
+    body: JSON.stringify(body),
+  });
   const answer = await reply.json();
   return reply.ok ? "" : answer.error.message;
 }
 
 const message = element("p", "facts");
 const KNOBS = [
-  ["policy", "policy", (settings) => select(["fcfs", "priority", "shortest", "deadline", "fair", "prefix"], settings.policy)],
-  ["token_budget", "token budget", (settings, about) => range(about.max_num_seqs, about.max_num_batched_tokens, settings.token_budget)],
-  ["chunk", "prompt tokens per step", (settings, about) => range(1, about.max_num_batched_tokens, settings.chunk)],
-  ["block_limit", "block limit", (settings, about) => range(1, about.num_blocks, settings.block_limit)],
+  [
+    "policy",
+    "policy",
+    (settings) =>
+      select(["fcfs", "priority", "shortest", "deadline", "fair", "prefix"], settings.policy),
+  ],
+  [
+    "token_budget",
+    "token budget",
+    (settings, about) =>
+      range(about.max_num_seqs, about.max_num_batched_tokens, settings.token_budget),
+  ],
+  [
+    "chunk",
+    "prompt tokens per step",
+    (settings, about) => range(1, about.max_num_batched_tokens, settings.chunk),
+  ],
+  [
+    "block_limit",
+    "block limit",
+    (settings, about) => range(1, about.num_blocks, settings.block_limit),
+  ],
 ];
 
 function select(values, chosen) {
   const made = element("select");
-  for (const value of values) made.append(new Option(value, value, value === chosen, value === chosen));
+  for (const value of values)
+    made.append(new Option(value, value, value === chosen, value === chosen));
   return made;
 }
 
@@ -96,10 +170,13 @@ function range(low, high, value) {
 
 function drawKnobs(settings, about) {
   const rows = KNOBS.map(([name, words, make]) => {
-    const input = make(settings, about), output = element("output", "", String(settings[name]));
+    const input = make(settings, about);
+    const output = element("output", "", String(settings[name]));
     input.addEventListener("input", () => setText(output, input.value));
     input.addEventListener("change", async () => {
-      const error = await post("live/settings", { [name]: input.type === "range" ? Number(input.value) : input.value });
+      const error = await post("live/settings", {
+        [name]: input.type === "range" ? Number(input.value) : input.value,
+      });
       setText(message, error);
       if (error) drawKnobs(latest.settings, latest.about);
     });
@@ -109,7 +186,8 @@ function drawKnobs(settings, about) {
   byId("knobs-box").append(message);
 }
 
-let isControlled = false, drawn = "";
+let isControlled = false;
+let drawn = "";
 
 // Called with the state of the server. Steady traffic begins when a demonstration does.
 export function showControls(server) {

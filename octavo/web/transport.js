@@ -3,7 +3,8 @@
 import { byId, colour, count, element, prepare, setText } from "./draw.js";
 import { address } from "./feed.js";
 
-const scrub = byId("scrub"), map = byId("scrub-map");
+const scrub = byId("scrub");
+const map = byId("scrub-map");
 let timer = 0;
 let isPlaying = false;
 
@@ -40,13 +41,28 @@ export function bindTransport(page, { showLink }) {
     setTimeout(() => setText(byId("link"), "link"), 1500);
   });
   addEventListener("keydown", (event) => {
-    if (event.target.closest("input, textarea, select, dialog, [role=tab]") && event.target !== scrub) return;
+    if (
+      event.target.closest("input, textarea, select, dialog, [role=tab]") &&
+      event.target !== scrub
+    )
+      return;
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const many = event.shiftKey ? 10 : 1;
-    const actions = { " ": pause, ArrowLeft: () => step(-many), ArrowRight: () => step(many), Home: () => step(-Infinity), End: () => byId("live").click(),
-      j: () => chooseNext(page, 1), k: () => chooseNext(page, -1), "?": showHelp, Escape: () => page.select({ kind: "none" }),
-      "+": () => byId("narrower").click(), "-": () => byId("wider").click() };
-    if (!actions[event.key] || (event.target.closest("button, summary") && event.key === " ")) return;
+    const actions = {
+      " ": pause,
+      ArrowLeft: () => step(-many),
+      ArrowRight: () => step(many),
+      Home: () => step(-Infinity),
+      End: () => byId("live").click(),
+      j: () => chooseNext(page, 1),
+      k: () => chooseNext(page, -1),
+      "?": showHelp,
+      Escape: () => page.select({ kind: "none" }),
+      "+": () => byId("narrower").click(),
+      "-": () => byId("wider").click(),
+    };
+    if (!actions[event.key] || (event.target.closest("button, summary") && event.key === " "))
+      return;
     event.preventDefault();
     actions[event.key]();
   });
@@ -62,12 +78,13 @@ function chooseNext(page, direction) {
   page.select({ kind: "sequence", id: sequences.at((at + direction) % sequences.length).id });
 }
 
-// ---- playing a recording --------------------------------------------------------------------------------
+// ---- playing a recording ------------------------------------------------------------------------
 
 export function play(page) {
   if (page.index >= page.history.last) page.moveTo(page.history.first);
   isPlaying = true;
-  let before = performance.now(), time = page.now;
+  let before = performance.now();
+  let time = page.now;
   const advance = (now) => {
     if (!isPlaying) return;
     time += 1000 * (now - before) * Number(byId("speed").value);
@@ -89,9 +106,13 @@ export function stop() {
 async function save(page) {
   setText(byId("save"), "saving");
   const reply = await fetch(address("web/single-file.html"));
-  const packed = await new Response(new Blob([page.history.text()]).stream().pipeThrough(new CompressionStream("gzip"))).arrayBuffer();
-  const bytes = new Uint8Array(packed), parts = [];
-  for (let at = 0; at < bytes.length; at += 30000) parts.push(String.fromCharCode(...bytes.subarray(at, at + 30000)));
+  const packed = await new Response(
+    new Blob([page.history.text()]).stream().pipeThrough(new CompressionStream("gzip")),
+  ).arrayBuffer();
+  const bytes = new Uint8Array(packed);
+  const parts = [];
+  for (let at = 0; at < bytes.length; at += 30000)
+    parts.push(String.fromCharCode(...bytes.subarray(at, at + 30000)));
   const text = (await reply.text()).replace("@RECORDING@", btoa(parts.join("")));
   const link = element("a");
   link.href = URL.createObjectURL(new Blob([text], { type: "text/html" }));
@@ -101,10 +122,11 @@ async function save(page) {
   setText(byId("save"), "save");
 }
 
-// ---- drawing --------------------------------------------------------------------------------------------
+// ---- drawing ------------------------------------------------------------------------------------
 
 export function drawTransport(page) {
-  const { history, state } = page, last = Math.max(0, history.steps.length - 1);
+  const { history, state } = page;
+  const last = Math.max(0, history.steps.length - 1);
   if (Number(scrub.max) !== last) scrub.max = last;
   const place = history.stepAt(page.index);
   if (Number(scrub.value) !== place) scrub.value = place;
@@ -123,32 +145,67 @@ export function drawTransport(page) {
 
 // The tokens of each step along the slider, and a mark for each preemption.
 function drawMap({ spans, history }) {
-  const { context, width, height } = prepare(map), steps = spans.steps;
+  const { context, width, height } = prepare(map);
+  const steps = spans.steps;
   if (!steps.length || !width || !history.steps.length) return;
-  const shown = history.steps.length, first = Math.max(0, steps.length - shown), columns = Math.max(1, Math.floor(width / 2));
+  const shown = history.steps.length;
+  const first = Math.max(0, steps.length - shown);
+  const columns = Math.max(1, Math.floor(width / 2));
   const perColumn = Math.max(1, (steps.length - first) / columns);
   for (let column = 0; column < columns; column += 1) {
-    const from = first + Math.floor(column * perColumn), to = Math.min(steps.length, Math.max(from + 1, first + Math.floor((column + 1) * perColumn)));
+    const from = first + Math.floor(column * perColumn);
+    const to = Math.min(
+      steps.length,
+      Math.max(from + 1, first + Math.floor((column + 1) * perColumn)),
+    );
     let most = 0;
-    for (let i = from; i < to; i += 1) if (steps[i]) most = Math.max(most, (steps[i].decode + steps[i].prefill) / Math.max(1, steps[i].budget));
+    for (let i = from; i < to; i += 1) {
+      if (steps[i])
+        most = Math.max(most, (steps[i].decode + steps[i].prefill) / Math.max(1, steps[i].budget));
+    }
     if (from >= steps.length) break;
-    const tall = Math.max(1, Math.min(1, most) * (height - 4)), x = ((from - first) / Math.max(1, steps.length - first)) * width;
+    const tall = Math.max(1, Math.min(1, most) * (height - 4));
+    const x = ((from - first) / Math.max(1, steps.length - first)) * width;
     context.fillStyle = colour("map");
-    context.fillRect(x, height - tall - 2, Math.max(1, width / Math.max(1, steps.length - first) - 0.5), tall);
+    context.fillRect(
+      x,
+      height - tall - 2,
+      Math.max(1, width / Math.max(1, steps.length - first) - 0.5),
+      tall,
+    );
   }
 }
 
-// ---- help -----------------------------------------------------------------------------------------------
+// ---- help ---------------------------------------------------------------------------------------
 
-const KEYS = [["space", "pause or continue"], ["← →", "one step back or forward; with shift ten"], ["Home, End", "the first and the latest step"], ["j, k", "the next and the previous request"],
-  ["+ −", "zoom of the timeline"], ["Tab", "reaches the wall and the timeline; arrow keys move inside"], ["Esc", "choose nothing"], ["?", "this help"]];
+const KEYS = [
+  ["space", "pause or continue"],
+  ["← →", "one step back or forward; with shift ten"],
+  ["Home, End", "the first and the latest step"],
+  ["j, k", "the next and the previous request"],
+  ["+ −", "zoom of the timeline"],
+  ["Tab", "reaches the wall and the timeline; arrow keys move inside"],
+  ["Esc", "choose nothing"],
+  ["?", "this help"],
+];
 
 function showHelp() {
   const list = element("dl");
   for (const [keys, words] of KEYS) list.append(element("dt", "", keys), element("dd", "", words));
-  byId("help-text").replaceChildren(element("h2", "", "How to read this page"),
-    element("p", "", "Every view shows one moment. While the page follows, it is the latest event. Pause, and use the slider or the arrow keys to look at any step before it."),
-    element("p", "", "Letters, colours and patterns stand for requests, in all views. Choose a request, a block or a step, and “Why?” explains it. docs/watching.md walks through examples."), list);
+  byId("help-text").replaceChildren(
+    element("h2", "", "How to read this page"),
+    element(
+      "p",
+      "",
+      "Every view shows one moment. While the page follows, it is the latest event. Pause, and use the slider or the arrow keys to look at any step before it.",
+    ),
+    element(
+      "p",
+      "",
+      "Letters, colours and patterns stand for requests, in all views. Choose a request, a block or a step, and “Why?” explains it. docs/watching.md walks through examples.",
+    ),
+    list,
+  );
   byId("help-text").querySelector("h2").id = "help-title";
   byId("help").showModal();
 }

@@ -5,17 +5,31 @@
 //   cached    no sequence holds it, but its content is known; the number is its place in the order of eviction
 //   free      nothing to reuse
 //
-// By default the wall shows the blocks that were used so far, so that a large pool is not an empty wall.
+// By default the wall shows the blocks that were used so far, so that a large pool is not an empty
+// wall.
 
 import { fillOf, lookOf, nameOf } from "./colours.js";
-import { byId, colour, count, element, explain, isStill, plural, prepare, setText, showTip } from "./draw.js";
+import {
+  byId,
+  colour,
+  count,
+  element,
+  explain,
+  isStill,
+  plural,
+  prepare,
+  setText,
+  showTip,
+} from "./draw.js";
 import { findOwners, freeList } from "./state.js";
 
-const LARGEST = 34, SMALLEST = 2; // Sizes of a cell in pixels.
+const LARGEST = 34;
+const SMALLEST = 2; // Sizes of a cell in pixels.
 const FLASH_MS = 900;
 const FLASHES = { copied: "prefill", evicted: "alarm", loaded: "tier", stored: "tier" };
 const canvas = byId("wall");
-let byRequest = false, isWhole = false;
+let byRequest = false;
+let isWhole = false;
 let highest = 0; // The highest block that was used so far.
 let layout = { cells: [], host: [] }; // Where each block is drawn: { block, x, y, size, seq }.
 let shown = null; // What was drawn last.
@@ -25,6 +39,13 @@ const flashes = new Map(); // "d12" or "h3" -> { kind, until }
 
 export function onWall(given) {
   listeners = given;
+}
+
+// Forgets which blocks were used, for another recording.
+export function resetWall() {
+  highest = 0;
+  cursor = 0;
+  flashes.clear();
 }
 
 // Remembers what happened to a block, so that it flashes.
@@ -40,45 +61,88 @@ export function flash(event) {
 
 export const isFlashing = () => flashes.size > 0;
 
-// ---- where blocks are drawn ---------------------------------------------------------------------------
+// ---- where blocks are drawn ---------------------------------------------------------------------
 
 // Returns the largest size at which so many cells fit, and the number of columns.
 function fit(cells, width, height) {
-  let size = Math.min(LARGEST, Math.max(SMALLEST, Math.floor(Math.sqrt((width * height) / Math.max(cells, 1)))));
+  let size = Math.min(
+    LARGEST,
+    Math.max(SMALLEST, Math.floor(Math.sqrt((width * height) / Math.max(cells, 1)))),
+  );
   while (size > SMALLEST && Math.floor(width / size) * Math.floor(height / size) < cells) size -= 1;
   return { size, columns: Math.max(1, Math.floor(width / size)) };
 }
 
 const grid = (blocks, x, y, width, height, tier) => {
   const { size, columns } = fit(blocks.length, width, height);
-  return blocks.map((block, i) => ({ tier, block, x: x + (i % columns) * size, y: y + Math.floor(i / columns) * size, size }));
+  return blocks.map((block, i) => ({
+    tier,
+    block,
+    x: x + (i % columns) * size,
+    y: y + Math.floor(i / columns) * size,
+    size,
+  }));
 };
 
 function layOut(state, width, height) {
   const { num_blocks, host_blocks } = state.about;
-  for (let block = num_blocks; block > highest; block -= 1) if (state.references[block] || state.contents[block]) highest = block;
-  const limit = isWhole ? num_blocks : Math.min(num_blocks, Math.max(24, Math.ceil((highest + 1) / 8) * 8));
+  for (let block = num_blocks; block > highest; block -= 1)
+    if (state.references[block] || state.contents[block]) highest = block;
+  const limit = isWhole
+    ? num_blocks
+    : Math.min(num_blocks, Math.max(24, Math.ceil((highest + 1) / 8) * 8));
   // The tiers share the width by their numbers of cells, but each gets enough to be seen.
-  const hostWidth = host_blocks ? Math.round(width * Math.min(0.42, Math.max(0.22, host_blocks / (host_blocks + limit)))) : 0;
-  const top = hostWidth ? 15 : 0, deviceWidth = width - hostWidth - (hostWidth ? 14 : 0);
-  const host = hostWidth ? grid(Array.from({ length: host_blocks }, (_, i) => i), deviceWidth + 14, top, hostWidth, height - top, "host") : [];
-  if (byRequest) return { cells: layOutTables(state, deviceWidth, height - top, top), host, deviceWidth, limit };
+  const hostWidth = host_blocks
+    ? Math.round(width * Math.min(0.42, Math.max(0.22, host_blocks / (host_blocks + limit))))
+    : 0;
+  const top = hostWidth ? 15 : 0;
+  const deviceWidth = width - hostWidth - (hostWidth ? 14 : 0);
+  const host = hostWidth
+    ? grid(
+        Array.from({ length: host_blocks }, (_, i) => i),
+        deviceWidth + 14,
+        top,
+        hostWidth,
+        height - top,
+        "host",
+      )
+    : [];
+  if (byRequest)
+    return { cells: layOutTables(state, deviceWidth, height - top, top), host, deviceWidth, limit };
   const blocks = Array.from({ length: limit }, (_, i) => i + 1);
-  return { cells: grid(blocks, 0, top, deviceWidth, height - top, "device"), host, deviceWidth, limit };
+  return {
+    cells: grid(blocks, 0, top, deviceWidth, height - top, "device"),
+    host,
+    deviceWidth,
+    limit,
+  };
 }
 
-// One line for each sequence, with its blocks in the order of its text, then the cached ones in the order of eviction.
+// One line for each sequence, with its blocks in the order of its text, then the cached ones in the
+// order of eviction.
 function layOutTables(state, width, height, top) {
-  const tables = [...state.sequences.values()].filter((seq) => seq.table.length).sort((a, b) => a.name - b.name || a.index - b.index)
+  const tables = [...state.sequences.values()]
+    .filter((seq) => seq.table.length)
+    .sort((a, b) => a.name - b.name || a.index - b.index)
     .map((seq) => ({ seq, blocks: seq.table }));
   tables.push({ seq: null, blocks: freeList(state).filter((block) => state.contents[block]) });
-  let size = 24, cells = [];
+  let size = 24;
+  let cells = [];
   for (; size >= 4; size -= 1) {
     const columns = Math.max(1, Math.floor((width - 40) / size));
     cells = [];
     let y = top;
     for (const { seq, blocks } of tables) {
-      blocks.forEach((block, i) => cells.push({ tier: "device", block, seq, x: 40 + (i % columns) * size, y: y + Math.floor(i / columns) * size, size }));
+      blocks.forEach((block, i) =>
+        cells.push({
+          tier: "device",
+          block,
+          seq,
+          x: 40 + (i % columns) * size,
+          y: y + Math.floor(i / columns) * size,
+          size,
+        }),
+      );
       y += Math.max(1, Math.ceil(blocks.length / columns)) * size + 3;
     }
     if (y <= top + height) break;
@@ -86,10 +150,12 @@ function layOutTables(state, width, height, top) {
   return cells;
 }
 
-// ---- drawing ------------------------------------------------------------------------------------------
+// ---- drawing ------------------------------------------------------------------------------------
 
 function drawCell(context, cell, look) {
-  const { x, y, size } = cell, gap = size > 6 ? 2 : size > 3 ? 1 : 0, inner = size - gap;
+  const { x, y, size } = cell;
+  const gap = size > 6 ? 2 : size > 3 ? 1 : 0;
+  const inner = size - gap;
   const { owners, content, order, isReady, isMarked } = look;
   if (owners.length) {
     const width = inner / Math.min(owners.length, 4);
@@ -97,8 +163,16 @@ function drawCell(context, cell, look) {
       context.fillStyle = fillOf(context, seq.label);
       context.fillRect(x + i * width, y, width, inner);
     });
-    if (size >= 13 && cell.seq) drawText(context, cell.block, x + inner / 2, y + inner / 2, Math.min(11, (size * 1.3) / String(cell.block).length), lookOf(cell.seq.label).ink);
-    else if (size >= 13) drawLetters(context, cell, owners, inner);
+    if (size >= 13 && cell.seq) {
+      drawText(
+        context,
+        cell.block,
+        x + inner / 2,
+        y + inner / 2,
+        Math.min(11, (size * 1.3) / String(cell.block).length),
+        lookOf(cell.seq.label).ink,
+      );
+    } else if (size >= 13) drawLetters(context, cell, owners, inner);
     if ((owners.length > 1 || look.isShared) && size > 5) {
       context.strokeStyle = colour("ink");
       context.lineWidth = 1.5;
@@ -107,8 +181,17 @@ function drawCell(context, cell, look) {
   } else if (content || look.isBusy) {
     context.fillStyle = colour(look.isBusy ? "busy" : "cached");
     context.fillRect(x, y, inner, inner);
-    if (size >= 15 && order) drawText(context, order, x + inner / 2, y + inner / 2, Math.min(10, size * 0.42), colour("cached-ink"));
-    else if (isReady === false) drawText(context, "…", x + inner / 2, y + inner / 2, 10, colour("ink"));
+    if (size >= 15 && order) {
+      drawText(
+        context,
+        order,
+        x + inner / 2,
+        y + inner / 2,
+        Math.min(10, size * 0.42),
+        colour("cached-ink"),
+      );
+    } else if (isReady === false)
+      drawText(context, "…", x + inner / 2, y + inner / 2, 10, colour("ink"));
   } else {
     context.fillStyle = colour("free");
     context.fillRect(x, y, inner, inner);
@@ -133,7 +216,11 @@ function drawLetters(context, { x, y, size }, owners, inner) {
   if (owners.length === 1 || (owners.length <= 3 && size >= 22)) {
     const width = inner / owners.length;
     owners.forEach((seq, i) => {
-      const text = nameOf(seq), fontSize = Math.min(13, (size * 0.92) / Math.max(text.length * owners.length * 0.8, 1.7));
+      const text = nameOf(seq);
+      const fontSize = Math.min(
+        13,
+        (size * 0.92) / Math.max(text.length * owners.length * 0.8, 1.7),
+      );
       drawText(context, text, x + (i + 0.5) * width, middle, fontSize, lookOf(seq.label).ink);
     });
     return;
@@ -144,7 +231,14 @@ function drawLetters(context, { x, y, size }, owners, inner) {
   context.textAlign = "center";
   context.textBaseline = "middle";
   context.strokeText(`×${owners.length}`, x + inner / 2, middle + 0.5);
-  drawText(context, `×${owners.length}`, x + inner / 2, middle, Math.min(12, size * 0.5), colour("ink"));
+  drawText(
+    context,
+    `×${owners.length}`,
+    x + inner / 2,
+    middle,
+    Math.min(12, size * 0.5),
+    colour("ink"),
+  );
 }
 
 function drawFlashes(context, cells) {
@@ -158,7 +252,12 @@ function drawFlashes(context, cells) {
     context.strokeStyle = colour(found.colour);
     context.lineWidth = 3;
     const spread = (1 - left) * 3;
-    context.strokeRect(cell.x - 1 - spread, cell.y - 1 - spread, cell.size + 2 * spread, cell.size + 2 * spread);
+    context.strokeRect(
+      cell.x - 1 - spread,
+      cell.y - 1 - spread,
+      cell.size + 2 * spread,
+      cell.size + 2 * spread,
+    );
     context.globalAlpha = 1;
   }
   for (const [place, { until }] of flashes) if (until < now) flashes.delete(place);
@@ -168,17 +267,35 @@ export function drawWall(state, marks, names) {
   const { context, width, height } = prepare(canvas);
   if (!width) return;
   layout = layOut(state, width, height);
-  const owners = findOwners(state), order = new Map();
-  if (layout.cells[0]?.size >= 15) freeList(state).filter((block) => state.contents[block]).forEach((block, i) => order.set(block, i + 1));
+  const owners = findOwners(state);
+  const order = new Map();
+  if (layout.cells[0]?.size >= 15) {
+    freeList(state)
+      .filter((block) => state.contents[block])
+      .forEach((block, i) => order.set(block, i + 1));
+  }
   shown = { state, owners, order, names };
   const marked = marks.hovered || marks.selected;
   for (const cell of layout.cells) {
-    const ids = owners.get(cell.block) ?? [], holders = ids.map((id) => state.sequences.get(id));
-    drawCell(context, cell, { owners: cell.seq ? [cell.seq] : holders, content: state.contents[cell.block], order: order.get(cell.block),
-      isBusy: !ids.length && state.references[cell.block] > 0, isShared: ids.length > 1, isMarked: (marked && ids.includes(marked)) || marks.block === cell.block });
+    const ids = owners.get(cell.block) ?? [];
+    const holders = ids.map((id) => state.sequences.get(id));
+    drawCell(context, cell, {
+      owners: cell.seq ? [cell.seq] : holders,
+      content: state.contents[cell.block],
+      order: order.get(cell.block),
+      isBusy: !ids.length && state.references[cell.block] > 0,
+      isShared: ids.length > 1,
+      isMarked: (marked && ids.includes(marked)) || marks.block === cell.block,
+    });
   }
-  for (const cell of layout.host)
-    drawCell(context, cell, { owners: [], content: state.hostContents[cell.block], isReady: Boolean(state.hostReady[cell.block]), isMarked: false });
+  for (const cell of layout.host) {
+    drawCell(context, cell, {
+      owners: [],
+      content: state.hostContents[cell.block],
+      isReady: Boolean(state.hostReady[cell.block]),
+      isMarked: false,
+    });
+  }
   drawFlashes(context, [...layout.cells, ...layout.host]);
   drawFrame(context, state, height);
 }
@@ -193,7 +310,11 @@ function drawFrame(context, state, height) {
     const known = state.hostContents.reduce((sum, content) => sum + (content > 0), 0);
     context.fillText("device", 0, 10);
     const disk = state.about.has_disk ? ` · disk: ${count(state.onDisk)}` : "";
-    context.fillText(`host: ${count(known)} of ${count(state.about.host_blocks)}${disk}`, layout.deviceWidth + 14, 10);
+    context.fillText(
+      `host: ${count(known)} of ${count(state.about.host_blocks)}${disk}`,
+      layout.deviceWidth + 14,
+      10,
+    );
     context.fillStyle = colour("line");
     context.fillRect(layout.deviceWidth + 6, 0, 1, height);
   }
@@ -204,14 +325,24 @@ function drawFrame(context, state, height) {
     if (cell.seq !== last) {
       context.fillStyle = colour("ink");
       context.font = "600 11px system-ui, sans-serif";
-      context.fillText(cell.seq ? nameOf(cell.seq) : "cached", 0, cell.y + Math.min(cell.size, 14) - 2);
+      context.fillText(
+        cell.seq ? nameOf(cell.seq) : "cached",
+        0,
+        cell.y + Math.min(cell.size, 14) - 2,
+      );
     }
     last = cell.seq;
   }
 }
 
-const legend = byId("wall-legend"), numbers = {};
-for (const [name, words] of [["used", "used"], ["shared", "of them shared"], ["cached", "cached: number = order of eviction"], ["free", "free"]]) {
+const legend = byId("wall-legend");
+const numbers = {};
+for (const [name, words] of [
+  ["used", "used"],
+  ["shared", "of them shared"],
+  ["cached", "cached: number = order of eviction"],
+  ["free", "free"],
+]) {
   const number = element("b");
   legend.append(element("li", "", element("i", `key ${name}`), number, ` ${words}`));
   numbers[name] = number;
@@ -222,19 +353,27 @@ export function drawLegend(state, found) {
   for (const [name, node] of Object.entries(numbers)) setText(node, count(found[name]));
   const { num_blocks, block_size } = state.about;
   const rest = num_blocks - layout.limit;
-  setText(byId("wall-what"), `${count(num_blocks)} blocks of ${block_size} tokens.${rest > 0 && !byRequest ? ` The ${plural(rest, "block")} behind these were never used.` : ""}`);
+  setText(
+    byId("wall-what"),
+    `${count(num_blocks)} blocks of ${block_size} tokens.${rest > 0 && !byRequest ? ` The ${plural(rest, "block")} behind these were never used.` : ""}`,
+  );
   byId("zoom").hidden = byRequest || (rest <= 0 && !isWhole);
   canvas.ariaLabel = `KV blocks: ${found.used} used, ${found.shared} of them shared, ${found.cached} cached, ${found.free} free`;
 }
 
-// ---- questions ----------------------------------------------------------------------------------------
+// ---- questions ----------------------------------------------------------------------------------
 
-const cellAt = (x, y) => [...layout.cells, ...layout.host].find((cell) => x >= cell.x && x < cell.x + cell.size && y >= cell.y && y < cell.y + cell.size);
+const cellAt = (x, y) =>
+  [...layout.cells, ...layout.host].find(
+    (cell) => x >= cell.x && x < cell.x + cell.size && y >= cell.y && y < cell.y + cell.size,
+  );
 
 // Returns what is known about a block, in lines of text.
 export function describeBlock(state, block, { owners, order, names }) {
   const holders = (owners.get(block) ?? []).map((id) => state.sequences.get(id));
-  const content = state.contents[block], { block_size } = state.about, lines = [];
+  const content = state.contents[block];
+  const { block_size } = state.about;
+  const lines = [];
   const place = (seq) => {
     const first = seq.table.indexOf(block) * block_size;
     const last = Math.min(first + block_size, seq.computed);
@@ -243,8 +382,11 @@ export function describeBlock(state, block, { owners, order, names }) {
   if (holders.length > 1) lines.push(`block ${block}: shared by ${holders.map(place).join(", ")}`);
   else if (holders.length) lines.push(`block ${block}: used by ${place(holders[0])}`);
   else if (state.references[block]) lines.push(`block ${block}: being read from disk`);
-  else if (content) lines.push(`block ${block}: cached${order.has(block) ? `, number ${order.get(block)} in the order of eviction` : ""}`);
-  else lines.push(`block ${block}: free`);
+  else if (content) {
+    lines.push(
+      `block ${block}: cached${order.has(block) ? `, number ${order.get(block)} in the order of eviction` : ""}`,
+    );
+  } else lines.push(`block ${block}: free`);
   if (content) lines.push(chainOf(state, block));
   const known = content && names.contents.get(content);
   if (known) lines.push(`computed by ${names.letters(known.seq)}`);
@@ -257,7 +399,12 @@ function chainOf(state, block) {
   const byContent = new Map();
   state.contents.forEach((content, other) => content && byContent.set(content, other));
   const chain = [`#${state.contents[block]}`];
-  for (let parent = state.parents[block]; parent && chain.length < 5; parent = state.parents[byContent.get(parent)] ?? 0) chain.push(`#${parent}`);
+  for (
+    let parent = state.parents[block];
+    parent && chain.length < 5;
+    parent = state.parents[byContent.get(parent)] ?? 0
+  )
+    chain.push(`#${parent}`);
   return `content ${chain.join(" after ")}${chain.length === 1 ? ", the first of a text" : ""}`;
 }
 
@@ -267,42 +414,56 @@ function describeCell(cell) {
   if (cell.tier === "device") return describeBlock(state, cell.block, shown).join("\n");
   const content = state.hostContents[cell.block];
   if (!content) return `host block ${cell.block}: free`;
-  const known = shown.names.contents.get(content), on = state.contents.indexOf(content);
-  return [`host block ${cell.block}: content #${content}${state.hostReady[cell.block] ? "" : ", being copied"}`,
+  const known = shown.names.contents.get(content);
+  const on = state.contents.indexOf(content);
+  return [
+    `host block ${cell.block}: content #${content}${state.hostReady[cell.block] ? "" : ", being copied"}`,
     on > 0 ? `also in block ${on} of the device` : "not on the device",
-    known && `computed by ${shown.names.letters(known.seq)}`, known?.text && `“${known.text.replace(/\s+/g, " ")}”`].filter(Boolean).join("\n");
+    known && `computed by ${shown.names.letters(known.seq)}`,
+    known?.text && `“${known.text.replace(/\s+/g, " ")}”`,
+  ]
+    .filter(Boolean)
+    .join("\n");
 }
 
 explain(canvas, (x, y) => describeCell(cellAt(x, y)));
 canvas.addEventListener("pointermove", (event) => {
-  const box = canvas.getBoundingClientRect(), cell = cellAt(event.clientX - box.left, event.clientY - box.top);
-  listeners.hover(cell?.tier === "device" ? shown?.owners.get(cell.block)?.[0] ?? 0 : 0);
+  const box = canvas.getBoundingClientRect();
+  const cell = cellAt(event.clientX - box.left, event.clientY - box.top);
+  listeners.hover(cell?.tier === "device" ? (shown?.owners.get(cell.block)?.[0] ?? 0) : 0);
 });
 canvas.addEventListener("pointerleave", () => listeners.hover(0));
 canvas.addEventListener("click", (event) => {
-  const box = canvas.getBoundingClientRect(), cell = cellAt(event.clientX - box.left, event.clientY - box.top);
+  const box = canvas.getBoundingClientRect();
+  const cell = cellAt(event.clientX - box.left, event.clientY - box.top);
   if (cell?.tier === "device") listeners.select(cell.block);
 });
 canvas.addEventListener("keydown", (event) => {
-  const cells = layout.cells, columns = cells.findIndex((cell) => cell.y > cells[0].y);
+  const cells = layout.cells;
+  const columns = cells.findIndex((cell) => cell.y > cells[0].y);
   const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns };
   if (!(event.key in moves) || !cells.length) return;
   event.preventDefault();
   event.stopPropagation();
   cursor = Math.max(0, Math.min(cells.length - 1, cursor + moves[event.key]));
-  const cell = cells[cursor], box = canvas.getBoundingClientRect();
+  const cell = cells[cursor];
+  const box = canvas.getBoundingClientRect();
   listeners.select(cell.block);
   setText(byId("wall-words"), describeCell(cell));
   showTip(box.left + cell.x, box.top + cell.y + cell.size, describeCell(cell));
 });
 
-for (const [id, value] of [["by-block", false], ["by-request", true]])
+for (const [id, value] of [
+  ["by-block", false],
+  ["by-request", true],
+]) {
   byId(id).addEventListener("click", () => {
     byRequest = value;
     byId("by-block").ariaPressed = String(!value);
     byId("by-request").ariaPressed = String(value);
     listeners.redraw();
   });
+}
 byId("zoom").addEventListener("click", () => {
   isWhole = !isWhole;
   byId("zoom").ariaPressed = String(isWhole);

@@ -1,5 +1,6 @@
-// What if: the requests that the page has seen, simulated under other settings (octavo/bench/what_if.py). The scheduler is the real
-// one; the time of a step comes from a model that is fitted to the recorded steps. Whatever is simulated says so.
+// What if: the requests that the page has seen, simulated under other settings
+// (octavo/bench/what_if.py). The scheduler is the real one; the time of a step comes from a model
+// that is fitted to the recorded steps. Whatever is simulated says so.
 
 import { byId, count, element, few, setText, spell } from "./draw.js";
 import { address, authorization, parseLines } from "./feed.js";
@@ -7,24 +8,44 @@ import { History } from "./history.js";
 import { Spans, percentile } from "./spans.js";
 import { Timeline } from "./timeline.js";
 
-const panel = byId("what-if"), dialog = byId("simulated");
+const panel = byId("what-if");
+const dialog = byId("simulated");
 const POLICIES = ["fcfs", "priority", "shortest", "deadline", "fair", "prefix"];
 let getPage = () => null;
 
 export function bindWhatIf(page) {
   getPage = () => page;
-  const fields = { policy: element("select"), token_budget: element("input"), max_num_seqs: element("input"), num_blocks: element("input") };
+  const fields = {
+    policy: element("select"),
+    token_budget: element("input"),
+    max_num_seqs: element("input"),
+    num_blocks: element("input"),
+  };
   for (const policy of POLICIES) fields.policy.append(new Option(policy, policy));
-  const words = { policy: "policy", token_budget: "token budget", max_num_seqs: "batch slots", num_blocks: "blocks" };
+  const words = {
+    policy: "policy",
+    token_budget: "token budget",
+    max_num_seqs: "batch slots",
+    num_blocks: "blocks",
+  };
   const rows = Object.entries(fields).map(([name, input]) => {
     if (name !== "policy") Object.assign(input, { type: "number", min: 1 });
     return element("label", "", element("span", "", words[name]), input);
   });
-  const button = element("button", "primary", "simulate"), message = element("p", "facts");
+  const button = element("button", "primary", "simulate");
+  const message = element("p", "facts");
   button.type = "button";
   button.addEventListener("click", () => simulate(fields, button, message));
-  panel.replaceChildren(element("p", "", "What would have happened under other settings? The requests that this page has seen are played again by the real scheduler. No model runs: the time of a step is predicted from the recorded steps."),
-    element("div", "fields", ...rows), element("p", "buttons", button), message);
+  panel.replaceChildren(
+    element(
+      "p",
+      "",
+      "What would have happened under other settings? The requests that this page has seen are played again by the real scheduler. No model runs: the time of a step is predicted from the recorded steps.",
+    ),
+    element("div", "fields", ...rows),
+    element("p", "buttons", button),
+    message,
+  );
   byId("tab-what-if").addEventListener("click", () => fill(fields));
 }
 
@@ -39,11 +60,16 @@ function fill(fields) {
 
 async function simulate(fields, button, message) {
   const changes = { policy: fields.policy.value };
-  for (const name of ["token_budget", "max_num_seqs", "num_blocks"]) if (Number(fields[name].value)) changes[name] = Number(fields[name].value);
+  for (const name of ["token_budget", "max_num_seqs", "num_blocks"])
+    if (Number(fields[name].value)) changes[name] = Number(fields[name].value);
   button.disabled = true;
   setText(message, "simulating");
   try {
-    const reply = await fetch(address("live/what-if"), { method: "POST", headers: { "content-type": "application/json", ...authorization() }, body: JSON.stringify(changes) });
+    const reply = await fetch(address("live/what-if"), {
+      method: "POST",
+      headers: { "content-type": "application/json", ...authorization() },
+      body: JSON.stringify(changes),
+    });
     const result = await reply.json();
     if (!reply.ok || result.message) throw new Error(result.message ?? result.error.message);
     setText(message, "");
@@ -56,52 +82,119 @@ async function simulate(fields, button, message) {
 
 // Reads the events of a simulation. Its requests get the names of the recorded ones.
 function read(text, offset) {
-  const spans = new Spans(), history = new History((event, state) => spans.add(event, state)), lines = parseLines(text);
+  const spans = new Spans();
+  const history = new History((event, state) => spans.add(event, state));
+  const lines = parseLines(text);
   for (const line of lines) if (line[0] === "arrived") line[5] += offset;
   history.add(lines);
   return { spans, history };
 }
 
 function summary(spans, counters) {
-  const times = (samples) => samples.values.slice(0, samples.length).sort(), [ttft, itl] = [times(spans.ttft), times(spans.itl)];
-  const last = spans.steps.at(-1)?.landed ?? 0, first = spans.allLanes[0]?.arrival ?? 0;
+  const times = (samples) => samples.values.slice(0, samples.length).sort();
+  const [ttft, itl] = [times(spans.ttft), times(spans.itl)];
+  const last = spans.steps.at(-1)?.landed ?? 0;
+  const first = spans.allLanes[0]?.arrival ?? 0;
   const tokens = spans.steps.reduce((all, step) => all + step.sampled, 0);
-  return [spell(percentile(ttft, 50) ?? 0), spell(percentile(ttft, 99) ?? 0), spell(percentile(itl, 50) ?? 0), spell(percentile(itl, 99) ?? 0), few(tokens / Math.max((last - first) / 1e6, 1e-9)),
-    count(counters.preemptions), count(counters.recomputed_tokens), spell(last - first)];
+  return [
+    spell(percentile(ttft, 50) ?? 0),
+    spell(percentile(ttft, 99) ?? 0),
+    spell(percentile(itl, 50) ?? 0),
+    spell(percentile(itl, 99) ?? 0),
+    few(tokens / Math.max((last - first) / 1e6, 1e-9)),
+    count(counters.preemptions),
+    count(counters.recomputed_tokens),
+    spell(last - first),
+  ];
 }
 
 function show(result) {
-  const page = getPage(), offset = Math.min(...page.spans.allLanes.map((lane) => lane.name)) - 1;
-  const same = read(result.recorded, offset), changed = read(result.changed, offset);
-  const heads = ["", "TTFT p50", "p99", "ITL p50", "p99", "tokens/s", "preemptions", "recomputed", "total"];
-  const rows = [["recorded", page.spans, page.history.end], ["simulated, the same settings", same.spans, same.history.end], [`simulated, ${describe(result)}`, changed.spans, changed.history.end]];
-  const table = element("table", "", element("thead", "", element("tr", "", ...heads.map((head) => element("th", head ? "num" : "", head)))),
-    element("tbody", "", ...rows.map(([name, spans, state]) => element("tr", "", element("td", "", name), ...summary(spans, state.counters).map((text) => element("td", "num", text))))));
+  const page = getPage();
+  const offset = Math.min(...page.spans.allLanes.map((lane) => lane.name)) - 1;
+  const same = read(result.recorded, offset);
+  const changed = read(result.changed, offset);
+  const heads = [
+    "",
+    "TTFT p50",
+    "p99",
+    "ITL p50",
+    "p99",
+    "tokens/s",
+    "preemptions",
+    "recomputed",
+    "total",
+  ];
+  const rows = [
+    ["recorded", page.spans, page.history.end],
+    ["simulated, the same settings", same.spans, same.history.end],
+    [`simulated, ${describe(result)}`, changed.spans, changed.history.end],
+  ];
+  const table = element(
+    "table",
+    "",
+    element(
+      "thead",
+      "",
+      element("tr", "", ...heads.map((head) => element("th", head ? "num" : "", head))),
+    ),
+    element(
+      "tbody",
+      "",
+      ...rows.map(([name, spans, state]) =>
+        element(
+          "tr",
+          "",
+          element("td", "", name),
+          ...summary(spans, state.counters).map((text) => element("td", "num", text)),
+        ),
+      ),
+    ),
+  );
   const canvases = [element("canvas"), element("canvas")];
-  const error = result.error === null ? "There are few steps, so the times of the embedded model are used." : `On the recorded steps, the predicted total time is off by ${few(100 * Math.abs(result.error))} %.`;
-  byId("simulated-content").replaceChildren(element("h2", "", "What if"), table, element("p", "what", error),
-    element("h3", "", "recorded"), element("div", "canvas", canvases[0]), element("h3", "simulated", `simulated: ${describe(result)}`), element("div", "canvas", canvases[1]));
+  const error =
+    result.error === null
+      ? "There are few steps, so the times of the embedded model are used."
+      : `On the recorded steps, the predicted total time is off by ${few(100 * Math.abs(result.error))} %.`;
+  byId("simulated-content").replaceChildren(
+    element("h2", "", "What if"),
+    table,
+    element("p", "what", error),
+    element("h3", "", "recorded"),
+    element("div", "canvas", canvases[0]),
+    element("h3", "simulated", `simulated: ${describe(result)}`),
+    element("div", "canvas", canvases[1]),
+  );
   byId("simulated-content").querySelector("h2").id = "simulated-title";
   dialog.showModal();
   drawBoth(canvases, page.spans, changed.spans);
 }
 
 const describe = ({ changes, settings }) => {
-  const before = { ...settings, max_num_seqs: getPage().state.about.max_num_seqs, num_blocks: settings.block_limit };
-  const parts = Object.entries(changes).filter(([name, value]) => before[name] !== value).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`);
+  const before = {
+    ...settings,
+    max_num_seqs: getPage().state.about.max_num_seqs,
+    num_blocks: settings.block_limit,
+  };
+  const parts = Object.entries(changes)
+    .filter(([name, value]) => before[name] !== value)
+    .map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`);
   return parts.join(", ") || "the same settings";
 };
 
 // Both timelines show the same interval, and the same request has the same letters in both.
 function drawBoth(canvases, recorded, simulated) {
-  const lengths = [recorded, simulated].map((spans) => (spans.steps.at(-1)?.landed ?? 0) - (spans.allLanes[0]?.arrival ?? 0));
+  const lengths = [recorded, simulated].map(
+    (spans) => (spans.steps.at(-1)?.landed ?? 0) - (spans.allLanes[0]?.arrival ?? 0),
+  );
   const width = Math.max(...lengths) * 1.02;
   const timelines = canvases.map((canvas) => new Timeline(canvas, { redraw: () => draw() }));
   const marks = { selected: 0, hovered: 0 };
-  const draw = () => timelines.forEach((timeline, i) => {
-    const spans = [recorded, simulated][i], start = spans.allLanes[0]?.arrival ?? 0;
-    timeline.draw(spans, start + width, marks, { hidesFuture: false });
-  });
+  const draw = () =>
+    timelines.forEach((timeline, i) => {
+      const spans = [recorded, simulated][i];
+      const start = spans.allLanes[0]?.arrival ?? 0;
+      timeline.draw(spans, start + width, marks, { hidesFuture: false });
+    });
   for (const timeline of timelines) timeline.showAll(width);
   draw();
 }

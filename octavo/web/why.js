@@ -1,4 +1,5 @@
-// Why? Explains the chosen request, block or step: the rule that decided, its numbers, what it cost, and the line of the source.
+// Why? Explains the chosen request, block or step: the rule that decided, its numbers, what it
+// cost, and the line of the source.
 
 import { chip } from "./colours.js";
 import { byId, count, element, few, plural, short, spell } from "./draw.js";
@@ -22,20 +23,30 @@ export function onWhy(listeners) {
 const heading = (text) => element("h3", "", text);
 const paragraph = (...content) => element("p", "", ...content);
 
-// ---- parts ---------------------------------------------------------------------------------------------
+// ---- parts --------------------------------------------------------------------------------------
 
 // A bar for each sequence that holds blocks, longest first.
 function holders(state) {
-  const tables = [...state.sequences.values()].filter((seq) => seq.table.length).sort((a, b) => b.table.length - a.table.length);
-  const list = element("ul", "holders"), most = tables[0]?.table.length ?? 1;
+  const tables = [...state.sequences.values()]
+    .filter((seq) => seq.table.length)
+    .sort((a, b) => b.table.length - a.table.length);
+  const list = element("ul", "holders");
+  const most = tables[0]?.table.length ?? 1;
   for (const seq of tables.slice(0, 8)) {
     const bar = element("i");
     bar.style.width = `${(100 * seq.table.length) / most}%`;
-    const item = element("li", "", chip(seq), element("span", "bar", bar), element("b", "", count(seq.table.length)));
+    const item = element(
+      "li",
+      "",
+      chip(seq),
+      element("span", "bar", bar),
+      element("b", "", count(seq.table.length)),
+    );
     item.addEventListener("click", () => select(seq.id));
     list.append(item);
   }
-  if (tables.length > 8) list.append(element("li", "", `and ${plural(tables.length - 8, "request")} more`));
+  if (tables.length > 8)
+    list.append(element("li", "", `and ${plural(tables.length - 8, "request")} more`));
   return list;
 }
 
@@ -44,10 +55,19 @@ function sourceOf(state, reason) {
   if (!source) return null;
   const code = element("pre", "code");
   source.code.split("\n").forEach((text, i) => {
-    const line = element("span", source.first + i === source.line ? "here" : "", `${String(source.first + i).padStart(4)}  ${text}`);
+    const line = element(
+      "span",
+      source.first + i === source.line ? "here" : "",
+      `${String(source.first + i).padStart(4)}  ${text}`,
+    );
     code.append(line);
   });
-  return element("details", "source", element("summary", "", `${source.path}:${source.line}`), code);
+  return element(
+    "details",
+    "source",
+    element("summary", "", `${source.path}:${source.line}`),
+    code,
+  );
 }
 
 const link = (words, index) => {
@@ -57,36 +77,92 @@ const link = (words, index) => {
   return button;
 };
 
-// ---- rules ---------------------------------------------------------------------------------------------
+// ---- rules --------------------------------------------------------------------------------------
 
 // Reason -> the rule with its numbers. Reasons are those of octavo/core/scheduler.py.
 const RULES = {
   "there are too few free blocks for it": (seq, state) => {
-    const { used, cached, free } = countBlocks(state), available = cached + free, needed = seq.waits?.needed || 0;
+    const { used, cached, free } = countBlocks(state);
+    const available = cached + free;
+    const needed = seq.waits?.needed || 0;
     const missing = Math.max(needed - available, 0);
-    return [paragraph(`A request starts only if there are blocks for its whole first chunk. It needs ${plural(needed, "block")}; ${count(free)} are free and ${count(cached)} cached, so ${missing ? `${plural(missing, "block")} ${missing === 1 ? "is" : "are"} missing` : "there are enough by now: it starts with the next plan"}. ${plural(used, "block")} are held by:`), holders(state)];
+    return [
+      paragraph(
+        `A request starts only if there are blocks for its whole first chunk. It needs ${plural(needed, "block")}; ${count(free)} are free and ${count(cached)} cached, so ${missing ? `${plural(missing, "block")} ${missing === 1 ? "is" : "are"} missing` : "there are enough by now: it starts with the next plan"}. ${plural(used, "block")} are held by:`,
+      ),
+      holders(state),
+    ];
   },
   "every batch slot is in use": (seq, state) => {
     const running = [...state.sequences.values()].filter((other) => other.state !== "waiting");
-    return [paragraph(`The batch has ${plural(state.about.max_num_seqs, "slot")}, and each running sequence holds one. ${placeInQueue(seq, state)} A slot is free as soon as one of these ends:`), chips(running)];
+    return [
+      paragraph(
+        `The batch has ${plural(state.about.max_num_seqs, "slot")}, and each running sequence holds one. ${placeInQueue(seq, state)} A slot is free as soon as one of these ends:`,
+      ),
+      chips(running),
+    ];
   },
   "the token budget of the step is used up": (seq, state) => {
-    const items = state.plan?.items ?? [], prompts = items.filter((item) => item.start !== undefined);
+    const items = state.plan?.items ?? [];
+    const prompts = items.filter((item) => item.start !== undefined);
     const tokens = prompts.reduce((all, item) => all + item.tokens, 0);
-    return [paragraph(`A step computes at most ${plural(state.plan?.budget ?? 0, "token")}. Decoding sequences come first: they take ${count(items.length - prompts.length)}. Prompts that rank before this one take ${count(tokens)}. ${placeInQueue(seq, state)}`), chips(prompts.map((item) => state.sequences.get(item.id)).filter(Boolean))];
+    return [
+      paragraph(
+        `A step computes at most ${plural(state.plan?.budget ?? 0, "token")}. Decoding sequences come first: they take ${count(items.length - prompts.length)}. Prompts that rank before this one take ${count(tokens)}. ${placeInQueue(seq, state)}`,
+      ),
+      chips(prompts.map((item) => state.sequences.get(item.id)).filter(Boolean)),
+    ];
   },
-  "a sequence was preempted in this step": (seq, state) => [paragraph(`In a step that preempts a sequence, no request is admitted. Otherwise the victim could come right back and take the blocks again. ${placeInQueue(seq, state)}`)],
-  "a more urgent request goes first": (seq, state) => [paragraph(`Requests that rank after a preempted sequence wait until the urgent prompt is computed. ${placeInQueue(seq, state)}`)],
+  "a sequence was preempted in this step": (seq, state) => [
+    paragraph(
+      `In a step that preempts a sequence, no request is admitted. Otherwise the victim could come right back and take the blocks again. ${placeInQueue(seq, state)}`,
+    ),
+  ],
+  "a more urgent request goes first": (seq, state) => [
+    paragraph(
+      `Requests that rank after a preempted sequence wait until the urgent prompt is computed. ${placeInQueue(seq, state)}`,
+    ),
+  ],
   "another sequence computes a prefix that it shares": (seq, state) => {
     const other = state.sequences.get(seq.waits?.waits_for);
-    return [paragraph("Another request is computing most of this prompt right now. It is cheaper to wait for those blocks and share them than to compute them twice. It waits for "), chips(other ? [other] : [])];
+    return [
+      paragraph(
+        "Another request is computing most of this prompt right now. It is cheaper to wait for those blocks and share them than to compute them twice. It waits for ",
+      ),
+      chips(other ? [other] : []),
+    ];
   },
-  "its prefix is being read from disk": () => [paragraph("Part of this prompt is on disk. Reading it is estimated to be faster than computing it. Requests behind this one need not wait.")],
-  "its batch has not formed yet": (seq, state) => [paragraph(`With batching “${state.about.batching}”, requests start together as a batch. The next batch is not complete, or the present one still runs.`)],
-  "it waits for its sibling beams": () => [paragraph("The beams of a search advance together. This one has reported its candidates and waits for the others.")],
-  "it pauses for a more urgent prompt": () => [paragraph("A more urgent prompt is computed in this step. This sequence keeps its batch slot and its blocks, and continues in the step after it.")],
-  "it skips a step for an urgent prompt of its own priority": () => [paragraph("An urgent prompt is computed alone, because one more sequence may make the step slower. Equals of the prompt skip one step, never two in a row.")],
-  "there are too few free blocks for its next chunk": (seq, state) => [paragraph(`The prompt is computed in chunks, and the next one needs ${plural(seq.unplanned?.needed ?? 0, "block")}. It takes blocks only from prompts that rank after it, and there is none.`), holders(state)],
+  "its prefix is being read from disk": () => [
+    paragraph(
+      "Part of this prompt is on disk. Reading it is estimated to be faster than computing it. Requests behind this one need not wait.",
+    ),
+  ],
+  "its batch has not formed yet": (seq, state) => [
+    paragraph(
+      `With batching “${state.about.batching}”, requests start together as a batch. The next batch is not complete, or the present one still runs.`,
+    ),
+  ],
+  "it waits for its sibling beams": () => [
+    paragraph(
+      "The beams of a search advance together. This one has reported its candidates and waits for the others.",
+    ),
+  ],
+  "it pauses for a more urgent prompt": () => [
+    paragraph(
+      "A more urgent prompt is computed in this step. This sequence keeps its batch slot and its blocks, and continues in the step after it.",
+    ),
+  ],
+  "it skips a step for an urgent prompt of its own priority": () => [
+    paragraph(
+      "An urgent prompt is computed alone, because one more sequence may make the step slower. Equals of the prompt skip one step, never two in a row.",
+    ),
+  ],
+  "there are too few free blocks for its next chunk": (seq, state) => [
+    paragraph(
+      `The prompt is computed in chunks, and the next one needs ${plural(seq.unplanned?.needed ?? 0, "block")}. It takes blocks only from prompts that rank after it, and there is none.`,
+    ),
+    holders(state),
+  ],
 };
 
 const chips = (sequences) => {
@@ -103,59 +179,136 @@ const chips = (sequences) => {
 
 function placeInQueue(seq, state) {
   const ahead = seq.waits?.ahead ?? 0;
-  const others = [...state.sequences.values()].filter((other) => other.state === "waiting").length - 1;
-  return ahead ? `${plural(ahead, "waiting request")} ${ahead === 1 ? "ranks" : "rank"} before it (policy ${state.settings.policy}).` : others > 0 ? `It is the first of ${plural(others + 1, "waiting request")} (policy ${state.settings.policy}).` : "No other request waits.";
+  const others =
+    [...state.sequences.values()].filter((other) => other.state === "waiting").length - 1;
+  return ahead
+    ? `${plural(ahead, "waiting request")} ${ahead === 1 ? "ranks" : "rank"} before it (policy ${state.settings.policy}).`
+    : others > 0
+      ? `It is the first of ${plural(others + 1, "waiting request")} (policy ${state.settings.policy}).`
+      : "No other request waits.";
 }
 
-// ---- requests ------------------------------------------------------------------------------------------
+// ---- requests -----------------------------------------------------------------------------------
 
 function explainState(seq, state, page) {
   if (seq.ended !== undefined) return explainEnd(seq, state);
   if (seq.state === "waiting") {
     const reason = seq.waits?.reason;
     const title = seq.preemptions ? "Why does it wait again?" : "Why does it wait?";
-    if (!reason) return [heading(title), paragraph(seq.preempted ? `It was preempted in step ${count(seq.preempted.step)} and is back in the queue. The next plan decides whether it starts again.` : "It has just arrived. The next plan decides whether it starts.")];
-    return [heading(title), element("p", "rule", `${reason[0].toUpperCase()}${reason.slice(1)}.`), ...(RULES[reason]?.(seq, state) ?? []), sourceOf(state, reason)];
+    if (!reason) {
+      return [
+        heading(title),
+        paragraph(
+          seq.preempted
+            ? `It was preempted in step ${count(seq.preempted.step)} and is back in the queue. The next plan decides whether it starts again.`
+            : "It has just arrived. The next plan decides whether it starts.",
+        ),
+      ];
+    }
+    return [
+      heading(title),
+      element("p", "rule", `${reason[0].toUpperCase()}${reason.slice(1)}.`),
+      ...(RULES[reason]?.(seq, state) ?? []),
+      sourceOf(state, reason),
+    ];
   }
   const inPlan = state.plan?.items.find((item) => item.id === seq.id);
   if (!inPlan && seq.unplanned && seq.unplanned.step === state.step) {
     const { reason } = seq.unplanned;
-    return [heading("Why is it not part of this step?"), element("p", "rule", `${reason[0].toUpperCase()}${reason.slice(1)}.`), ...(RULES[reason]?.(seq, state) ?? []), sourceOf(state, reason)];
+    return [
+      heading("Why is it not part of this step?"),
+      element("p", "rule", `${reason[0].toUpperCase()}${reason.slice(1)}.`),
+      ...(RULES[reason]?.(seq, state) ?? []),
+      sourceOf(state, reason),
+    ];
   }
   if (seq.state === "prefill") return explainPrefill(seq, state, inPlan);
   return explainDecode(seq, state, page);
 }
 
 function explainPrefill(seq, state, inPlan) {
-  const left = seq.prompt + seq.generated - seq.dropped - seq.planned, budget = state.plan?.budget ?? 0;
-  const words = inPlan ? `This step computes ${plural(inPlan.tokens, "token")} of its prompt; ${count(left)} are left.` : "This step computes none of its prompt.";
-  const why = left > 0 ? ` A step has a budget of ${plural(budget, "token")}: decoding sequences take one each, and prompts get the rest, in the order of their ranks. A prompt that does not fit is computed in chunks, so that others keep generating meanwhile.` : "";
+  const left = seq.prompt + seq.generated - seq.dropped - seq.planned;
+  const budget = state.plan?.budget ?? 0;
+  const words = inPlan
+    ? `This step computes ${plural(inPlan.tokens, "token")} of its prompt; ${count(left)} are left.`
+    : "This step computes none of its prompt.";
+  const why =
+    left > 0
+      ? ` A step has a budget of ${plural(budget, "token")}: decoding sequences take one each, and prompts get the rest, in the order of their ranks. A prompt that does not fit is computed in chunks, so that others keep generating meanwhile.`
+      : "";
   return [heading("What does it do?"), paragraph(words + why)];
 }
 
 function explainDecode(seq, state, page) {
-  const steps = page.spans.steps, place = lastLanded(steps, page.now), step = steps[place];
-  const found = [heading("What does it do?"), paragraph(`It generates one token per step${seq.drafted ? `, and more if drafts are accepted (${count(seq.accepted)} of ${count(seq.drafted)} so far)` : ""}.`)];
+  const steps = page.spans.steps;
+  const place = lastLanded(steps, page.now);
+  const step = steps[place];
+  const found = [
+    heading("What does it do?"),
+    paragraph(
+      `It generates one token per step${seq.drafted ? `, and more if drafts are accepted (${count(seq.accepted)} of ${count(seq.drafted)} so far)` : ""}.`,
+    ),
+  ];
   if (!step) return found;
-  const usual = percentile(steps.slice(Math.max(0, place - 60), place + 1).map((each) => each.landed - each.start).sort((a, b) => a - b), 50);
+  const usual = percentile(
+    steps
+      .slice(Math.max(0, place - 60), place + 1)
+      .map((each) => each.landed - each.start)
+      .sort((a, b) => a - b),
+    50,
+  );
   const took = step.landed - step.start;
-  if (took > 1.8 * usual && step.prefill) found.push(element("p", "callout", `Its last token took ${spell(took)}, ${few(took / usual)} times as long as usual: step ${count(step.number)} also computed ${plural(step.prefill, "prompt token")} of other requests. A smaller token budget makes such steps shorter.`));
+  if (took > 1.8 * usual && step.prefill) {
+    found.push(
+      element(
+        "p",
+        "callout",
+        `Its last token took ${spell(took)}, ${few(took / usual)} times as long as usual: step ${count(step.number)} also computed ${plural(step.prefill, "prompt token")} of other requests. A smaller token budget makes such steps shorter.`,
+      ),
+    );
+  }
   return found;
 }
 
 function explainEnd(seq, state) {
   const reason = seq.answer ?? (seq.error || FINISH_REASONS[seq.reason] || seq.reason);
-  const words = { done: "It has finished", aborted: "It was aborted", failed: "It has failed", refused: "It was refused" }[seq.state];
-  return [heading(seq.state === "refused" ? "Why was it refused?" : "How did it end?"), paragraph(`${words}: ${reason}. It had ${plural(seq.generated, "token")} of reply${seq.first_token ? `, the first after ${spell(seq.first_token - seq.arrival)}` : ""}, and took ${spell(seq.ended - seq.arrival)} in total.`), sourceOf(state, seq.error)];
+  const words = {
+    done: "It has finished",
+    aborted: "It was aborted",
+    failed: "It has failed",
+    refused: "It was refused",
+  }[seq.state];
+  return [
+    heading(seq.state === "refused" ? "Why was it refused?" : "How did it end?"),
+    paragraph(
+      `${words}: ${reason}. It had ${plural(seq.generated, "token")} of reply${seq.first_token ? `, the first after ${spell(seq.first_token - seq.arrival)}` : ""}, and took ${spell(seq.ended - seq.arrival)} in total.`,
+    ),
+    sourceOf(state, seq.error),
+  ];
 }
 
 function explainCache(seq, state, page) {
   const { admitted } = seq;
   if (!admitted) return [];
-  const found = [heading("What was cached?"), paragraph(`At its ${seq.preemptions ? "last " : ""}admission, in step ${count(admitted.step)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache. It was not more, because ${admitted.match_end}.`)];
+  const found = [
+    heading("What was cached?"),
+    paragraph(
+      `At its ${seq.preemptions ? "last " : ""}admission, in step ${count(admitted.step)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache. It was not more, because ${admitted.match_end}.`,
+    ),
+  ];
   if (admitted.missing) {
-    const evicted = page.findEvent((line) => line[0] === "evicted" && line[5] === admitted.missing, admitted.step);
-    if (evicted !== null) found.push(paragraph(`That block had been computed before, and was evicted in step ${count(page.history.line(evicted)[2])}. `, link("Show that moment", evicted)));
+    const evicted = page.findEvent(
+      (line) => line[0] === "evicted" && line[5] === admitted.missing,
+      admitted.step,
+    );
+    if (evicted !== null) {
+      found.push(
+        paragraph(
+          `That block had been computed before, and was evicted in step ${count(page.history.line(evicted)[2])}. `,
+          link("Show that moment", evicted),
+        ),
+      );
+    }
   }
   return found;
 }
@@ -163,60 +316,160 @@ function explainCache(seq, state, page) {
 // Each preemption: for whom, and what it cost.
 function explainPreemptions(seq, page) {
   const lane = page.spans.allLanes.findLast((each) => each.id === seq.id);
-  const marks = (lane?.marks ?? []).filter((mark) => mark.time <= page.now), found = [];
+  const marks = (lane?.marks ?? []).filter((mark) => mark.time <= page.now);
+  const found = [];
   marks.forEach((mark, i) => {
     if (mark.kind !== "preempted") return;
-    const again = marks.slice(i + 1).find((other) => other.kind === "admitted"), span = lane.spans.find((each) => each.start === mark.time);
-    const other = page.names.of(mark.beneficiary), index = page.history.indexOfTime(mark.time);
-    const cost = again ? `It waited ${spell(again.time - mark.time)}. Of its ${plural(span?.positions ?? 0, "position")}, ${count(again.cached)} were still cached${again.loaded ? ` (${plural(again.loaded, "block")} loaded from host memory)` : ""} and ${count(again.recomputed)} had to be computed again.` : "It still waits.";
-    found.push(element("li", "", link(`step ${count(mark.step)}`, index), `: ${mark.reason}`, other && other.id !== seq.id ? ", and its place was needed by " : "", other && other.id !== seq.id ? chip(other) : "", `. ${cost}`));
+    const again = marks.slice(i + 1).find((other) => other.kind === "admitted");
+    const span = lane.spans.find((each) => each.start === mark.time);
+    const other = page.names.of(mark.beneficiary);
+    const index = page.history.indexOfTime(mark.time);
+    const cost = again
+      ? `It waited ${spell(again.time - mark.time)}. Of its ${plural(span?.positions ?? 0, "position")}, ${count(again.cached)} were still cached${again.loaded ? ` (${plural(again.loaded, "block")} loaded from host memory)` : ""} and ${count(again.recomputed)} had to be computed again.`
+      : "It still waits.";
+    found.push(
+      element(
+        "li",
+        "",
+        link(`step ${count(mark.step)}`, index),
+        `: ${mark.reason}`,
+        other && other.id !== seq.id ? ", and its place was needed by " : "",
+        other && other.id !== seq.id ? chip(other) : "",
+        `. ${cost}`,
+      ),
+    );
   });
   if (!found.length) return [];
-  const many = found.length >= THRASHING ? element("p", "callout", `It was preempted ${found.length} times. This is thrashing: requests take blocks from each other and compute the same tokens again. More blocks, a host tier (--kv-host-gib), or fewer requests at once (--max-num-seqs) avoid it.`) : null;
-  return [heading("What did its preemptions cost?"), many, element("ul", "plain", ...found), sourceOf(page.state, marks.findLast((mark) => mark.kind === "preempted").reason)];
+  const many =
+    found.length >= THRASHING
+      ? element(
+          "p",
+          "callout",
+          `It was preempted ${found.length} times. This is thrashing: requests take blocks from each other and compute the same tokens again. More blocks, a host tier (--kv-host-gib), or fewer requests at once (--max-num-seqs) avoid it.`,
+        )
+      : null;
+  return [
+    heading("What did its preemptions cost?"),
+    many,
+    element("ul", "plain", ...found),
+    sourceOf(page.state, marks.findLast((mark) => mark.kind === "preempted").reason),
+  ];
 }
 
 function lifeOf(seq, page) {
-  const list = element("ul", "plain life"), events = page.eventsOf(seq.id, 40);
-  for (const { event, index } of events) list.append(element("li", "", link(`step ${count(event.step)}`, index), ` ${KINDS[event.kind][1]}: ${describe(event, (id) => page.names.letters(id))}`));
+  const list = element("ul", "plain life");
+  const events = page.eventsOf(seq.id, 40);
+  for (const { event, index } of events) {
+    list.append(
+      element(
+        "li",
+        "",
+        link(`step ${count(event.step)}`, index),
+        ` ${KINDS[event.kind][1]}: ${describe(event, (id) => page.names.letters(id))}`,
+      ),
+    );
+  }
   return events.length ? [heading("Its life"), list] : [];
 }
 
 function explainSequence(seq, page) {
   const { state } = page;
-  const title = element("h2", "title", chip(seq), ` ${short(seq.request)} `, element("small", "", seq.ended === undefined ? (seq.preemptions && seq.state === "waiting" ? "preempted" : seq.state) : seq.state));
-  return [title, ...explainState(seq, state, page), ...explainPreemptions(seq, page), ...explainCache(seq, state, page), ...lifeOf(seq, page)];
+  const title = element(
+    "h2",
+    "title",
+    chip(seq),
+    ` ${short(seq.request)} `,
+    element(
+      "small",
+      "",
+      seq.ended === undefined
+        ? seq.preemptions && seq.state === "waiting"
+          ? "preempted"
+          : seq.state
+        : seq.state,
+    ),
+  );
+  return [
+    title,
+    ...explainState(seq, state, page),
+    ...explainPreemptions(seq, page),
+    ...explainCache(seq, state, page),
+    ...lifeOf(seq, page),
+  ];
 }
 
-// ---- blocks, steps, and nothing ------------------------------------------------------------------------
+// ---- blocks, steps, and nothing -----------------------------------------------------------------
 
 function explainBlock(block, page) {
-  const { state } = page, owners = findOwners(state), order = new Map(freeList(state).filter((each) => state.contents[each]).map((each, i) => [each, i + 1]));
+  const { state } = page;
+  const owners = findOwners(state);
+  const order = new Map(
+    freeList(state)
+      .filter((each) => state.contents[each])
+      .map((each, i) => [each, i + 1]),
+  );
   const [first, ...rest] = describeBlock(state, block, { owners, order, names: page.names });
   const holding = (owners.get(block) ?? []).map((id) => state.sequences.get(id));
-  const found = [element("h2", "title", `Block ${block}`), paragraph(`${first}.`), ...rest.map((words) => paragraph(words))];
-  if (holding.length > 1) found.push(element("p", "callout", `${holding.length} requests share this block. It is kept once. A request that must write to it copies it first (copy-on-write).`));
+  const found = [
+    element("h2", "title", `Block ${block}`),
+    paragraph(`${first}.`),
+    ...rest.map((words) => paragraph(words)),
+  ];
+  if (holding.length > 1) {
+    found.push(
+      element(
+        "p",
+        "callout",
+        `${holding.length} requests share this block. It is kept once. A request that must write to it copies it first (copy-on-write).`,
+      ),
+    );
+  }
   if (holding.length) found.push(chips(holding));
-  else if (state.contents[block]) found.push(paragraph("No request holds it. A request whose text begins the same way can reuse it, until its memory is needed: then the cached block that was used least recently is evicted first."));
+  else if (state.contents[block]) {
+    found.push(
+      paragraph(
+        "No request holds it. A request whose text begins the same way can reuse it, until its memory is needed: then the cached block that was used least recently is evicted first.",
+      ),
+    );
+  }
   return found;
 }
 
 function explainStep(step, page) {
   const [first, ...rest] = describeStep(step);
-  return [element("h2", "title", `Step ${count(step.number)}`), paragraph(`${first}.`), ...rest.map((words) => paragraph(words)), link("Go to this step", page.history.indexOfTime(step.landed))];
+  return [
+    element("h2", "title", `Step ${count(step.number)}`),
+    paragraph(`${first}.`),
+    ...rest.map((words) => paragraph(words)),
+    link("Go to this step", page.history.indexOfTime(step.landed)),
+  ];
 }
 
 // What explainNothing shows.
 function summaryOf({ state }) {
   const live = [...state.sequences.values()];
-  return { waiting: live.filter((seq) => seq.state === "waiting").slice(0, MAX_CHIPS + 1).map((seq) => seq.id),
-    often: [...live, ...state.ended].filter((seq) => seq.preemptions >= THRASHING).slice(-8).map((seq) => seq.id) };
+  return {
+    waiting: live
+      .filter((seq) => seq.state === "waiting")
+      .slice(0, MAX_CHIPS + 1)
+      .map((seq) => seq.id),
+    often: [...live, ...state.ended]
+      .filter((seq) => seq.preemptions >= THRASHING)
+      .slice(-8)
+      .map((seq) => seq.id),
+  };
 }
 
 function explainNothing(page) {
-  const { waiting: waitingIds, often: oftenIds } = summaryOf(page), find = (id) => page.findSequence(id);
-  const waiting = waitingIds.map(find).filter(Boolean), often = oftenIds.map(find).filter(Boolean);
-  const found = [paragraph("Choose a request, a block or a step, and this panel explains what happens to it and why.")];
+  const { waiting: waitingIds, often: oftenIds } = summaryOf(page);
+  const find = (id) => page.findSequence(id);
+  const waiting = waitingIds.map(find).filter(Boolean);
+  const often = oftenIds.map(find).filter(Boolean);
+  const found = [
+    paragraph(
+      "Choose a request, a block or a step, and this panel explains what happens to it and why.",
+    ),
+  ];
   if (waiting.length) found.push(heading("These requests wait"), chips(waiting));
   if (often.length) found.push(heading("These were preempted again and again"), chips(often));
   found.push(heading("What is what"), terms());
@@ -226,14 +479,23 @@ function explainNothing(page) {
 const TERMS = [
   ["step", "One forward pass of the model for all sequences in the batch."],
   ["prefill", "The computation of tokens that are already known, mostly of a prompt."],
-  ["decode", "A step of a sequence after its prefill: it computes the last token and samples the next."],
+  [
+    "decode",
+    "A step of a sequence after its prefill: it computes the last token and samples the next.",
+  ],
   ["chunk", "The part of a prompt that one step computes."],
   ["token budget", "The number of tokens that a step may compute."],
   ["batch slot", "The place of a running sequence in the batch."],
   ["block", "A fixed number of positions of the KV cache. A sequence has a table of its blocks."],
-  ["cached", "No sequence holds the block, but its content can be found by a request that begins the same way."],
+  [
+    "cached",
+    "No sequence holds the block, but its content can be found by a request that begins the same way.",
+  ],
   ["preempted", "A running sequence lost its slot and blocks, and waits again."],
-  ["swapped", "A preempted sequence gets its blocks back from host memory instead of computing them."],
+  [
+    "swapped",
+    "A preempted sequence gets its blocks back from host memory instead of computing them.",
+  ],
 ];
 
 const terms = () => {
@@ -246,12 +508,24 @@ export function drawWhy(page) {
   if (panel.hidden || !page.state) return;
   const { selection } = page;
   const seq = selection.kind === "sequence" ? page.findSequence(selection.id) : null;
-  const key = JSON.stringify(selection.kind === "none" ? summaryOf(page) : [selection, page.index, page.spans.steps.length]);
+  const key = JSON.stringify(
+    selection.kind === "none" ? summaryOf(page) : [selection, page.index, page.spans.steps.length],
+  );
   if (key === drawn) return;
   drawn = key;
-  const opened = [...panel.querySelectorAll("details[open] summary")].map((node) => node.textContent), top = panel.scrollTop;
-  const content = seq ? explainSequence(seq, page) : selection.kind === "block" ? explainBlock(selection.block, page) : selection.kind === "step" ? explainStep(selection.step, page) : explainNothing(page);
+  const opened = [...panel.querySelectorAll("details[open] summary")].map(
+    (node) => node.textContent,
+  );
+  const top = panel.scrollTop;
+  const content = seq
+    ? explainSequence(seq, page)
+    : selection.kind === "block"
+      ? explainBlock(selection.block, page)
+      : selection.kind === "step"
+        ? explainStep(selection.step, page)
+        : explainNothing(page);
   panel.replaceChildren(...content.filter(Boolean));
-  for (const node of panel.querySelectorAll("details")) node.open = opened.includes(node.querySelector("summary").textContent);
+  for (const node of panel.querySelectorAll("details"))
+    node.open = opened.includes(node.querySelector("summary").textContent);
   panel.scrollTop = top;
 }

@@ -5,21 +5,49 @@ import { count, plural, short } from "./draw.js";
 
 // Kind -> the group that the log can hide, and the word in front of the event.
 export const KINDS = {
-  opened: ["server", "opened"], restarted: ["server", "restarted"], gap: ["server", "skipped"], settings: ["server", "settings"],
-  arrived: ["requests", "arrived"], forked: ["requests", "forked"], compiling: ["requests", "compiling"], refused: ["requests", "refused"],
-  admitted: ["requests", "admitted"], waiting: ["requests", "waits"], unplanned: ["requests", "skipped"], preempted: ["requests", "preempted"],
-  recomputes: ["requests", "recomputes"], finished: ["requests", "finished"], failed: ["requests", "failed"],
-  planned: ["steps", "planned"], committed: ["steps", "committed"], stepfailed: ["steps", "failed"],
-  shared: ["blocks", "shared"], allocated: ["blocks", "allocated"], copied: ["blocks", "copied"], dropped: ["blocks", "dropped"],
-  released: ["blocks", "released"], published: ["blocks", "published"], evicted: ["blocks", "evicted"], cleared: ["blocks", "cleared"],
-  stored: ["tiers", "stored"], requested: ["tiers", "requested"], loaded: ["tiers", "loaded"], ready: ["tiers", "ready"],
-  forgotten: ["tiers", "dropped"], listed: ["tiers", "listed"],
+  opened: ["server", "opened"],
+  restarted: ["server", "restarted"],
+  gap: ["server", "skipped"],
+  settings: ["server", "settings"],
+  arrived: ["requests", "arrived"],
+  forked: ["requests", "forked"],
+  compiling: ["requests", "compiling"],
+  refused: ["requests", "refused"],
+  admitted: ["requests", "admitted"],
+  waiting: ["requests", "waits"],
+  unplanned: ["requests", "skipped"],
+  preempted: ["requests", "preempted"],
+  recomputes: ["requests", "recomputes"],
+  finished: ["requests", "finished"],
+  failed: ["requests", "failed"],
+  planned: ["steps", "planned"],
+  committed: ["steps", "committed"],
+  stepfailed: ["steps", "failed"],
+  shared: ["blocks", "shared"],
+  allocated: ["blocks", "allocated"],
+  copied: ["blocks", "copied"],
+  dropped: ["blocks", "dropped"],
+  released: ["blocks", "released"],
+  published: ["blocks", "published"],
+  evicted: ["blocks", "evicted"],
+  cleared: ["blocks", "cleared"],
+  stored: ["tiers", "stored"],
+  requested: ["tiers", "requested"],
+  loaded: ["tiers", "loaded"],
+  ready: ["tiers", "ready"],
+  forgotten: ["tiers", "dropped"],
+  listed: ["tiers", "listed"],
 };
 export const GROUPS = ["requests", "steps", "blocks", "tiers", "server"];
 
 export const FINISH_REASONS = {
-  stop: "end of text or stop string", length: "max_tokens reached", abort: "aborted", error: "failed", lost: "the engine process ended",
-  pruned: "beam search continued with better beams", search_over: "beam search finished",
+  stop: "end of text or stop string",
+  length: "max_tokens reached",
+  abort: "aborted",
+  error: "failed",
+  lost: "the engine process ended",
+  pruned: "beam search continued with better beams",
+  search_over: "beam search finished",
 };
 
 const blockList = (blocks) => {
@@ -27,7 +55,8 @@ const blockList = (blocks) => {
   return shown.length > 6 ? `${shown.slice(0, 5).join(", ")} … ${shown.at(-1)}` : shown.join(", ");
 };
 
-// Returns an event as words. `name(id)` returns the letters of a sequence. The name of the event's own sequence is left out.
+// Returns an event as words. `name(id)` returns the letters of a sequence. The name of the event's
+// own sequence is left out.
 export function describe(event, name) {
   return writers[event.kind]?.(event, name) ?? "";
 }
@@ -36,22 +65,38 @@ const writers = {
   opened: () => "the page has the engine's state from here on",
   restarted: () => "a new engine process has started with an empty cache",
   gap: (e) => `${plural(e.missed ?? 0, "event")} not shown: this page was too slow`,
-  settings: (e) => Object.entries(e.settings).map(([key, value]) => `${key} ${value}`).join(", "),
-  arrived: (e) => `${plural(e.prompt, "prompt token")}${e.priority ? `, priority ${e.priority}` : ""}${e.tenant ? `, tenant ${e.tenant}` : ""}`,
+  settings: (e) =>
+    Object.entries(e.settings)
+      .map(([key, value]) => `${key} ${value}`)
+      .join(", "),
+  arrived: (e) =>
+    `${plural(e.prompt, "prompt token")}${e.priority ? `, priority ${e.priority}` : ""}${e.tenant ? `, tenant ${e.tenant}` : ""}`,
   forked: (e, name) => `continues the prompt of ${name(e.parent)}`,
   compiling: (e) => `${short(e.request)}: its structured output is compiled`,
   refused: (e) => `${short(e.request)}: ${e.reason}`,
-  admitted: (e) => `${count(e.cached)} of ${plural(e.tokens, "token")} cached${e.recomputed ? `, ${count(e.recomputed)} to be recomputed` : ""}`,
-  waiting: (e, name) => `${e.reason}${e.needed ? ` (needs ${e.needed})` : ""}${e.waits_for ? ` (${name(e.waits_for)})` : ""}`,
+  admitted: (e) =>
+    `${count(e.cached)} of ${plural(e.tokens, "token")} cached${e.recomputed ? `, ${count(e.recomputed)} to be recomputed` : ""}`,
+  waiting: (e, name) =>
+    `${e.reason}${e.needed ? ` (needs ${e.needed})` : ""}${e.waits_for ? ` (${name(e.waits_for)})` : ""}`,
   unplanned: (e) => `${e.reason}`,
   recomputes: (e) => `there is no KV cache, so all of its tokens are computed again`,
-  preempted: (e, name) => `${e.reason}${e.beneficiary && e.beneficiary !== e.seq ? `, for ${name(e.beneficiary)}` : ""}; ${plural(e.positions, "position")} lost`,
+  preempted: (e, name) =>
+    `${e.reason}${e.beneficiary && e.beneficiary !== e.seq ? `, for ${name(e.beneficiary)}` : ""}; ${plural(e.positions, "position")} lost`,
   finished: (e) => `${FINISH_REASONS[e.reason] ?? e.reason}, ${plural(e.generated, "token")}`,
   failed: (e) => `${e.error}`,
   planned: (e, name) => {
-    const prefill = e.chunks.map(([id, start, tokens]) => `${name(id)} ${start}–${start + tokens}`).join(", ");
+    const prefill = e.chunks
+      .map(([id, start, tokens]) => `${name(id)} ${start}–${start + tokens}`)
+      .join(", ");
     const decodes = e.decode ? e.decode.length : null;
-    return [decodes === null ? "the same sequences decode" : decodes && `${decodes} decode`, prefill && `prefill ${prefill}`].filter(Boolean).join(" + ") || "moves blocks";
+    return (
+      [
+        decodes === null ? "the same sequences decode" : decodes && `${decodes} decode`,
+        prefill && `prefill ${prefill}`,
+      ]
+        .filter(Boolean)
+        .join(" + ") || "moves blocks"
+    );
   },
   committed: (e) => `step ${e.of}: ${count((e.landed - e.started) / 1000)} ms`,
   stepfailed: (e) => `step ${e.of}: ${e.error}`,
@@ -60,18 +105,27 @@ const writers = {
   copied: (e) => `copies ${e.source} to ${e.target} before it writes`,
   dropped: (e) => `drops ${e.block}`,
   released: (e) => `${e.seq ? "" : "a promotion "}releases ${blockList(e.blocks)}`,
-  published: (e) => `block ${e.block} has content #${e.content}${e.parent ? ` after #${e.parent}` : ""}`,
+  published: (e) =>
+    `block ${e.block} has content #${e.content}${e.parent ? ` after #${e.parent}` : ""}`,
   evicted: (e) => `block ${e.block} loses content #${e.content}`,
   cleared: () => "all contents of the device are forgotten",
-  stored: (e) => (e.tier === "host" ? `content #${e.content}: block ${e.block} to host block ${e.host_block}` : `content #${e.content} is on disk`),
+  stored: (e) =>
+    e.tier === "host"
+      ? `content #${e.content}: block ${e.block} to host block ${e.host_block}`
+      : `content #${e.content} is on disk`,
   requested: (e) => `content #${e.content} from disk`,
-  loaded: (e) => (e.tier === "host" ? `content #${e.content}: host block ${e.host_block} to block ${e.block}` : `content #${e.content} read from disk`),
+  loaded: (e) =>
+    e.tier === "host"
+      ? `content #${e.content}: host block ${e.host_block} to block ${e.block}`
+      : `content #${e.content} read from disk`,
   ready: (e) => `host block ${e.host_block} holds content #${e.content}`,
-  forgotten: (e) => `content #${e.content} leaves ${e.tier === "host" ? "host memory" : "the disk"}`,
+  forgotten: (e) =>
+    `content #${e.content} leaves ${e.tier === "host" ? "host memory" : "the disk"}`,
   listed: (e) => `${plural(e.contents, "content")} on disk`,
 };
 
-// Remembers the letters of every sequence and who computed each content, so that events of the past can be described.
+// Remembers the letters of every sequence and who computed each content, so that events of the past
+// can be described.
 export class Names {
   constructor() {
     this.seen = new Map(); // Sequence id -> { id, name, index, label, request }
@@ -80,10 +134,13 @@ export class Names {
   }
 
   add(event, state) {
-    if (event.kind === "allocated") for (const block of event.blocks) this.writers[block] = event.seq;
+    if (event.kind === "allocated")
+      for (const block of event.blocks) this.writers[block] = event.seq;
     else if (event.kind === "copied") this.writers[event.target] = event.seq;
-    else if (event.kind === "published") this.contents.set(event.content, { seq: this.writers[event.block] ?? 0, text: event.text });
-    else if (event.kind === "arrived" || event.kind === "forked" || event.kind === "admitted") this.#keep(state.sequences.get(event.seq));
+    else if (event.kind === "published")
+      this.contents.set(event.content, { seq: this.writers[event.block] ?? 0, text: event.text });
+    else if (event.kind === "arrived" || event.kind === "forked" || event.kind === "admitted")
+      this.#keep(state.sequences.get(event.seq));
     else if (event.kind === "opened" || event.kind === "restarted" || event.kind === "gap") {
       for (const seq of state.sequences.values()) {
         this.#keep(seq);
@@ -93,7 +150,15 @@ export class Names {
   }
 
   #keep(seq) {
-    if (seq) this.seen.set(seq.id, { id: seq.id, name: seq.name, index: seq.index, label: seq.label, request: seq.request });
+    if (seq) {
+      this.seen.set(seq.id, {
+        id: seq.id,
+        name: seq.name,
+        index: seq.index,
+        label: seq.label,
+        request: seq.request,
+      });
+    }
   }
 
   of(id) {

@@ -41,7 +41,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def served(recording: Path) -> Iterator[ReplayServer]:
     answers = {"/what-if": lambda body: json.dumps({"got": body.decode()}).encode()}
-    server = ReplayServer(recording.read_bytes(), 0, answers=answers)
+    server = ReplayServer([recording.read_bytes()], 0, answers=answers)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -61,15 +61,15 @@ def ask(server: ReplayServer, path: str, method: str = "GET", **options: Any) ->
 
 def test_the_page_loads_the_recording(served: ReplayServer, recording: Path) -> None:
     status, page = ask(served, "/")
-    assert status == 200 and b'data-recording="./recording"' in page
-    assert ask(served, "/recording") == (200, recording.read_bytes())
+    assert status == 200 and b'data-source="recording"' in page
+    assert ask(served, "/recording-0") == (200, recording.read_bytes())
     for path in page_files().keys() - {"/"}:
         assert ask(served, path)[0] == 200
     assert ask(served, "/../pyproject.toml")[0] == 404
 
 
 def test_other_hosts_and_origins_are_refused(served: ReplayServer) -> None:
-    assert ask(served, "/recording", headers={"Host": "evil.example"})[0] == 404
+    assert ask(served, "/recording-0", headers={"Host": "evil.example"})[0] == 404
     body = b"{}"
     assert ask(served, "/what-if", "POST", body=body)[0] == 200
     foreign = {"Origin": "http://evil.example"}
@@ -81,7 +81,7 @@ def test_a_recording_becomes_one_file_that_loads_nothing(recording: Path, tmp_pa
     done = CliRunner().invoke(app, ["replay", str(recording), "--export", str(target)])
     assert done.exit_code == 0, done.output
     page = target.read_text()
-    packed = re.search(r'id="recording">([^<]*)</script>', page)
+    packed = re.search(r'id="recording-0">([^<]*)</script>', page)
     assert packed is not None
     assert gzip.decompress(base64.b64decode(packed[1])) == recording.read_bytes()
     assert "default-src 'none'" in page
@@ -93,7 +93,7 @@ def test_a_recording_becomes_one_file_that_loads_nothing(recording: Path, tmp_pa
 
 
 def test_a_lesson_cannot_end_its_script() -> None:
-    page = single_file(b"", lesson='{"a": "</script><script>alert(1)"}')
+    page = single_file([b""], lesson='{"a": "</script><script>alert(1)"}')
     assert "<script>alert" not in page
 
 
