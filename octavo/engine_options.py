@@ -82,6 +82,13 @@ def attention_name(name: str, value: Any) -> str:
     return value
 
 
+def dotted_path(name: str, value: Any) -> str:
+    """Check a name for octavo/extensions.py. The engine loads it."""
+    if not isinstance(value, str) or not is_path(value):
+        raise InvalidRequest(f"{name} must be package.module:Class, got {value!r:.60}", name)
+    return value
+
+
 # The backends of octavo/ops/backends.py, which imports torch.
 ATTENTION_NAMES = ("reference", "cpu", "triton")
 # vLLM's names of ways to read a checkpoint, which is recognised by its content too.
@@ -245,6 +252,16 @@ class EngineOptions:
             metavar="JSON",
             reads="json",
             check=json_object,
+        ),
+    ] = None
+    model_class: Annotated[
+        str | None,
+        Option(
+            "Class that computes the model, as package.module:Class, for an architecture that "
+            "Octavo does not have. Default: found from config.json.",
+            "Model",
+            metavar="NAME",
+            check=dotted_path,
         ),
     ] = None
     tokenizer: Annotated[
@@ -604,7 +621,16 @@ class EngineOptions:
         ),
     ] = None
     # Classes, or their names as package.module:Class (octavo/runner/logits_processors.py).
-    logits_processors: Annotated[tuple[Any, ...], Option(check=class_list)] = ()
+    logits_processors: Annotated[
+        tuple[Any, ...],
+        Option(
+            "Class that changes the logits of every request, as package.module:Class. May be "
+            "given several times.",
+            "Kernels",
+            metavar="NAME",
+            check=class_list,
+        ),
+    ] = ()
     profiler_config: Annotated[ProfilerConfig | None, Option(check=profiler_settings)] = None
 
     # Control tokens such as <|im_start|> in a text prompt are tokens. False: they are characters.
@@ -725,6 +751,7 @@ LOADING_OPTIONS = frozenset(
         "revision",
         "load_format",
         "hf_overrides",
+        "model_class",
         "seed",
         "attention_backend",
         "fused_decoder",
@@ -751,6 +778,7 @@ class EngineKeywords(TypedDict, total=False):
     override_generation_config: dict[str, Any] | None
     load_format: str
     hf_overrides: dict[str, Any] | None
+    model_class: str | None
     tokenizer: str | os.PathLike[str] | None
     skip_tokenizer_init: bool
     parse_special: bool

@@ -345,7 +345,7 @@ SERVER_REFUSED = (
     ),
     RefusedOptions("put a proxy with such middleware before the server", {"middleware": []}),
     RefusedOptions("replies of the model have the role assistant", {"response_role": "assistant"}),
-    RefusedOptions("use one of the formats of --tool-parser", {"tool_parser_plugin": ""}),
+    RefusedOptions("give --tool-parser package.module:NAME", {"tool_parser_plugin": ""}),
     RefusedOptions("the client runs tools", {"tool_server": None}),
     RefusedOptions("messages are never logged", {"enable_log_outputs": False}),
     RefusedOptions("every server has an engine of its own", {"headless": False}),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.config import ModelConfig, Share
-from octavo.errors import ModelError, UnknownArchitecture
-from octavo.extensions import ARCHITECTURES
+from octavo.errors import InvalidRequest, ModelError, UnknownArchitecture
+from octavo.extensions import ARCHITECTURES, find_extension
 from octavo.model import quant
 from octavo.model.checkpoint import StoredTensor
 from octavo.ops import ForwardBatch, Ops
@@ -335,6 +335,18 @@ def import_plugins(architectures: list[str]) -> None:
                 f"{plugin.name}: its plugin {plugin.value} cannot be imported: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def find_model_class(name: str) -> type[CausalLM]:
+    """Return a class of the user's, which is given as package.module:Class."""
+    found = find_extension(ARCHITECTURES, name, "model_class")
+    if not (isinstance(found, type) and issubclass(found, CausalLM)):
+        raise InvalidRequest(
+            f"model_class {name!r} is not a subclass of octavo.model.CausalLM: docs/models.md "
+            "shows how to write one",
+            "model_class",
+        )
+    return found
 
 
 registry = Registry()

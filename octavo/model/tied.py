@@ -14,19 +14,24 @@ import torch
 
 from octavo.config import ModelConfig
 from octavo.errors import CheckpointError
-from octavo.model.base import HEAD, CausalLM, registry
+from octavo.model.base import HEAD, CausalLM, find_model_class, registry
 from octavo.model.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
 
-def parse_checkpoint(checkpoint: Checkpoint) -> tuple[type[CausalLM], ModelConfig]:
-    """Return the model class and the config of a checkpoint, with `tied` as the tensors imply.
+def parse_checkpoint(
+    checkpoint: Checkpoint, class_name: str | None = None
+) -> tuple[type[CausalLM], ModelConfig]:
+    """Return the model class and the config of a checkpoint, with `tied` as the tensors imply. The
+    class may be given as package.module:Class.
 
     A second copy of a tied weight is removed from the checkpoint. A tied weight that is stored
     only under the name of the head is renamed to the embedding.
     """
-    model_class = registry.find(checkpoint.config)
+    model_class = (
+        registry.find(checkpoint.config) if class_name is None else find_model_class(class_name)
+    )
     config = model_class.parse_config(checkpoint.config)
     if checkpoint.tensors and config.num_layers > len(checkpoint.tensors):
         raise CheckpointError(

@@ -41,8 +41,11 @@ def known_parser(name: str, value: Any) -> Any:
     if value in ("auto", "none"):
         return value
     # This import would slow `octavo --help` down.
-    from octavo.text.tool_formats import FORMATS, VLLM_FORMATS
+    from octavo.text.tool_formats import FORMATS, VLLM_FORMATS, find_format, is_extension
 
+    if isinstance(value, str) and is_extension(value):
+        find_format(value)  # A format that cannot be loaded is reported at once.
+        return value
     return one_of("auto", "none", *FORMATS)(name, VLLM_FORMATS.get(value, value))
 
 
@@ -156,8 +159,8 @@ class ServeConfig:
     tool_parser: Annotated[
         str,
         Option(
-            "Format of the model's tool calls: auto (found from the chat template), none, or a "
-            "name that docs/serving.md lists.",
+            "Format of the model's tool calls: auto (found from the chat template), none, a name "
+            "that docs/serving.md lists, or package.module:NAME for a ToolFormat of your own.",
             metavar="NAME",
             aliases=("--tool-call-parser",),
             show_default=True,

@@ -21,8 +21,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
+
+from octavo.errors import InvalidRequest
+from octavo.extensions import TOOL_PARSERS, extension_names, find_extension, is_path
 
 _PLACE = re.compile(
     r"\{(name|json|arguments|parameters|python|gemma|key|value|kind|id|skip)\}|(\s+)"
@@ -298,3 +301,23 @@ VLLM_FORMATS = {
         "auto",
     ),
 }  # fmt: skip
+
+
+def is_extension(name: str) -> bool:
+    """Return whether a name means a format of the user's (octavo/extensions.py)."""
+    return is_path(name) or name in extension_names(TOOL_PARSERS)
+
+
+@cache
+def find_format(name: str) -> ToolFormat:
+    """Return the format of a name, which may be that of a format of the user's."""
+    if name in FORMATS:
+        return FORMATS[name]
+    found = find_extension(TOOL_PARSERS, name, "tool_parser")
+    if not isinstance(found, ToolFormat):
+        raise InvalidRequest(
+            f"tool_parser {name!r} is not a ToolFormat but {type(found).__name__}: describe the "
+            "format with octavo.text.tool_formats.ToolFormat, as docs/extending.md shows",
+            "tool_parser",
+        )
+    return found

@@ -109,6 +109,7 @@ OTHER_VALUES: dict[str, tuple[str | None, object]] = {
     "override_generation_config": ('{"top_k": 4}', {"top_k": 4}),
     "load_format": ("dummy", "dummy"),
     "hf_overrides": ('{"vocab_size": 4}', {"vocab_size": 4}),
+    "model_class": ("package.module:Class", "package.module:Class"),
     "tokenizer": ("here", "here"),
     "kv_cache_dtype": ("fp8_e4m3", "fp8"),
     "max_model_len": ("2K", 2048),
@@ -145,6 +146,7 @@ OTHER_VALUES: dict[str, tuple[str | None, object]] = {
     "record_events": ("events.jsonl", "events.jsonl"),
     "show_text": (None, True),
     "parse_special": (None, False),
+    "logits_processors": ("package.module:Class", ("package.module:Class",)),
     "pooler_config": ('{"pooling_type": "MEAN"}', PoolerConfig("MEAN")),
 }
 NEEDS = {

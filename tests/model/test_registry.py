@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from octavo.config import ModelConfig
-from octavo.errors import ModelError, UnknownArchitecture
+from octavo.errors import InvalidRequest, ModelError, UnknownArchitecture
 from octavo.extensions import ARCHITECTURES
 from octavo.model import CausalLM, Slot, build, registry
-from octavo.model.base import Registry
+from octavo.model.base import Registry, find_model_class
 from octavo.model.layers import Embedding, Linear
 from octavo.model.rope import rope_table
 from octavo.ops import ForwardBatch, Ops
@@ -336,3 +336,14 @@ def test_a_plugin_that_cannot_be_imported_is_named(packages: Path) -> None:
         ModelError, match="plugin plugin_architecture cannot be imported: ValueError: broken"
     ):
         registry.find({"architectures": ["OtherForCausalLM"]})
+
+
+def test_a_class_is_given_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "class_by_name.py").write_text(PLUGIN)
+    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
+    monkeypatch.chdir(tmp_path)
+    assert find_model_class("class_by_name:Plugin").__name__ == "Plugin"
+    with pytest.raises(InvalidRequest, match="'json:loads' is not a subclass of octavo.model"):
+        find_model_class("json:loads")
+    with pytest.raises(InvalidRequest, match="model_class 'no_such:Plugin' cannot be loaded"):
+        find_model_class("no_such:Plugin")

@@ -25,7 +25,7 @@ from octavo.text.chat import select_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_calls import ToolParser
 from octavo.text.tool_detect import detect_format, guess_format
-from octavo.text.tool_formats import FORMATS, HERMES, NO_FORMAT, ToolFormat
+from octavo.text.tool_formats import HERMES, NO_FORMAT, ToolFormat, find_format
 from octavo.text.tool_grammar import allows_free_text, call_grammar, has_grammar
 from octavo.text.tool_patterns import make_parser
 
@@ -162,8 +162,10 @@ def modernise(body: ChatRequest) -> bool:
 def choose_format(front: Front, body: ChatRequest) -> ToolFormat:
     """Return the format of the model's calls, without rendering a template of the request."""
     setting = front.config.tool_parser
+    if setting == "none":
+        return NO_FORMAT
     if setting != "auto":
-        return FORMATS.get(setting, NO_FORMAT)
+        return find_format(setting)
     if body.chat_template is not None:
         return guess_format(body.chat_template)
     return detect_format(select_template(front.tokenizer, tools=True), front.tokenizer)
