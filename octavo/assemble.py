@@ -412,13 +412,14 @@ def load(
     options: EngineOptions,
     progress: Progress,
     ranks: Collectives | None = None,
+    check: Callable[[CausalLM, Checkpoint], None] = lambda planned, checkpoint: None,
 ) -> ModelOnDevice:
-    """Load a model, or the part of it that one of the `ranks` holds."""
+    """Load a model, or the part of it that one of the `ranks` holds. `check` may refuse it before
+    its weights are read."""
     device = pick_device(options.device)
     ranks = ranks or SingleRank()
     ops = select(device.type, operator_choice(options))
     ops.ranks = ranks
-    available = available_memory(device)[0]
     # A policy that cannot be loaded is reported before the weights are read.
     find_policy(options.scheduling_policy)
     model, checkpoint = load_model(
@@ -426,7 +427,7 @@ def load(
         replace(load_options(options, device), rank=ranks.rank, num_ranks=ranks.size),
         ops=ops,
         progress=progress,
-        available=available // ranks.size if device.type == "cpu" else available,
+        check=check,
     )
     return with_drafter(ModelOnDevice(model, checkpoint, device), options)
 
@@ -448,6 +449,7 @@ def load_options(options: EngineOptions, device: torch.device) -> LoadOptions:
         revision=options.revision,
         seed=options.seed,
         hf_overrides=options.hf_overrides,
+        model_class=options.model_class,
     )
 
 
@@ -481,13 +483,14 @@ def load_draft_model(
 ) -> CausalLM:
     """Load a draft model with the options of the target. Raises InvalidRequest if it has other
     tokens than the target."""
-    draft_options = replace(options, revision=None, load_format="auto", hf_overrides=None)
+    draft_options = replace(
+        options, revision=None, load_format="auto", hf_overrides=None, model_class=None
+    )
     draft_model, checkpoint = load_model(
         speculative.model,
         draft_options,
         ops=target.model.ops,
         progress=False,
-        available=available_memory(target.device)[0],
     )
     problem = ""
     vocab_size = draft_model.config.vocab_size

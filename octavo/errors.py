@@ -70,6 +70,21 @@ class NotEnoughMemory(OctavoError):
     """The weights or the smallest useful KV cache do not fit; the message names values that do."""
 
 
+# What to say if an allocation fails all the same.
+MEMORY_RAN_OUT = (
+    "memory ran out. Use a smaller model or quantised weights (--quant), fewer sequences at once "
+    "(--max-num-seqs) or a shorter context (--max-model-len), or close other programs; "
+    "`octavo plan MODEL` shows what fits"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of Python or torch means that memory ran out."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
 class NotANumber(OctavoError):
     """The model computed logits without a finite value."""
 

@@ -49,10 +49,11 @@ from octavo.engine_options import (
     EngineOptions,
     from_keywords,
 )
-from octavo.errors import InvalidRequest
+from octavo.errors import MEMORY_RAN_OUT, InvalidRequest, NotEnoughMemory, is_out_of_memory
 from octavo.event_streams import StreamFactory, StreamText
 from octavo.generation_config import default_sampling, read_generation_config
 from octavo.llm_metrics import Metric, RequestTotals
+from octavo.memory_planner import check_memory
 from octavo.model.weight_summary import summarize_weights
 from octavo.outputs import (
     BeamSearchOutput,
@@ -139,10 +140,13 @@ class LLM:
         self.ranks = start_ranks(source, options)
         try:
             group = None if self.ranks is None else self.ranks.group
-            self._build(load(source, options, progress, group), options, recommended)
-        except BaseException:
+            loaded = load(source, options, progress, group, check_memory(options))
+            self._build(loaded, options, recommended)
+        except BaseException as error:
             if self.ranks is not None:
                 self.ranks.close()
+            if is_out_of_memory(error):
+                raise NotEnoughMemory(MEMORY_RAN_OUT) from error
             raise
 
     def _build(

@@ -676,7 +676,7 @@ def test_a_context_that_does_not_fit_names_one_that_does(monkeypatch: pytest.Mon
     monkeypatch.setattr("octavo.assemble.kv_share", lambda *_: 10 * 16 * per_token)
     assert make(max_model_len=None, num_gpu_blocks_override=None).schedule.max_model_len == 161
     monkeypatch.setattr("octavo.assemble.kv_share", lambda *_: 0)
-    with pytest.raises(NotEnoughMemory, match="no memory is left for KV"):
+    with pytest.raises(NotEnoughMemory, match="does not fit"):
         make(num_gpu_blocks_override=None)
 
 

@@ -32,7 +32,13 @@ from octavo.cli.terminal import tokens
 from octavo.config import EMBEDDED, SpeculativeConfig
 from octavo.core.draft_methods import parse_speculative
 from octavo.engine_options import EngineOptions
-from octavo.errors import ChatTemplateError, InvalidRequest, OctavoError
+from octavo.errors import (
+    MEMORY_RAN_OUT,
+    ChatTemplateError,
+    InvalidRequest,
+    OctavoError,
+    is_out_of_memory,
+)
 from octavo.option_declaration import Option, check_option, flag_of, option_declarations
 from octavo.params import SamplingParams
 
@@ -316,6 +322,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from None
         except OSError as error:
             fail(str(error))
+        except (RuntimeError, MemoryError) as error:
+            if os.environ.get("OCTAVO_DEBUG") or not is_out_of_memory(error):
+                raise
+            fail(MEMORY_RAN_OUT)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

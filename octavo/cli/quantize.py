@@ -13,7 +13,7 @@ import typer
 from octavo.cli import status
 from octavo.cli.options import command, engine_option, fail, flag, load_llm, option
 from octavo.engine_options import EngineOptions
-from octavo.errors import OctavoError
+from octavo.errors import NotEnoughMemory, OctavoError
 
 if TYPE_CHECKING:
     from octavo.model.checkpoint import Checkpoint
@@ -67,6 +67,7 @@ def quantize(
             f"again to {form} costs quality. If there is a 16-bit checkpoint, start from that.",
             file=sys.stderr,
         )
+    check_memory(checkpoint, form)
     write(checkpoint, weight_format, out)
     written_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     print(
@@ -74,6 +75,26 @@ def quantize(
     )
     if not no_measure:
         show_perplexity(model, out, form, revision)
+
+
+def check_memory(checkpoint: Checkpoint, form: str) -> None:
+    """Raise NotEnoughMemory if the quantised weights do not fit into memory, where they are before
+    they are written."""
+    import torch
+
+    from octavo.cli.terminal import in_bytes
+    from octavo.memory import available_memory
+    from octavo.memory_planner import ModelOutline
+
+    options = EngineOptions(quantization=form, device="cpu")
+    needed = ModelOutline(checkpoint).facts(options, "cpu").weights
+    free, _ = available_memory(torch.device("cpu"))
+    if needed > free:
+        raise NotEnoughMemory(
+            f"{checkpoint.source} takes {in_bytes(needed)} of memory as {form} before it is "
+            f"written, and {in_bytes(free)} are free. Use a format of fewer bits, close other "
+            "programs, or quantise on a larger machine"
+        )
 
 
 def write(checkpoint: Checkpoint, weight_format: object, out: Path) -> None:

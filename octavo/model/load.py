@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from octavo.config import DTYPE_BYTES, EMBEDDED, ModelConfig
-from octavo.errors import CheckpointError, ModelError, ModelNotFound, NotEnoughMemory
+from octavo.errors import CheckpointError, ModelError, ModelNotFound
 from octavo.model import embedded, foreign, quant, quantized
 from octavo.model.base import CausalLM, Formats, build
 from octavo.model.checkpoint import Checkpoint, open_directory
@@ -303,21 +303,6 @@ def outline(
         ) from None
 
 
-def check_memory(model: CausalLM, source: str, device: str, available: int) -> None:
-    """Raise NotEnoughMemory if the weights alone take more memory than is available."""
-    needed = sum(
-        tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()]
-    )
-    if needed > available:
-        raise NotEnoughMemory(
-            f"the weights of {source} take {needed / 2**30:.1f} GiB as they would be loaded, but "
-            f"{available / 2**30:.1f} GiB of "
-            f"{device} memory are available. Quantise them (--quant int8 or int4-g32-asym), use "
-            "a smaller dtype or model, or "
-            "free memory; `octavo plan MODEL` shows what fits"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """How a model is loaded."""
@@ -335,6 +320,7 @@ class LoadOptions:
     num_ranks: int = 1
     # Fields of config.json that these values replace.
     hf_overrides: dict[str, Any] | None = None
+    model_class: str | None = None  # package.module:Class; None: found from config.json
 
 
 DEFAULT_OPTIONS = LoadOptions()
@@ -363,17 +349,17 @@ def load_model(
     *,
     ops: Ops,
     progress: bool | Callable[[float], None] = True,
-    available: int | None = None,
+    check: Callable[[CausalLM, Checkpoint], None] = lambda planned, checkpoint: None,
 ) -> tuple[CausalLM, Checkpoint]:
     """Return a model that is ready to run, and its checkpoint.
 
-    For load_format="dummy", `model` may be the content of a config.json. `available` is the
-    device's free memory in bytes: weights that take more are refused before any of them is read.
+    For load_format="dummy", `model` may be the content of a config.json. `check` gets the model
+    without memory for its weights, and may refuse it before any weight is read.
     """
     checkpoint = _find_checkpoint(model, options)
     checkpoint.config = checkpoint.config | (options.hf_overrides or {})
     options = replace(options, quantization=check_stored(options.quantization, checkpoint))
-    model_class, config = parse_checkpoint(checkpoint)
+    model_class, config = parse_checkpoint(checkpoint, options.model_class)
     dtype: torch.dtype = getattr(torch, choose_dtype(options.dtype, config))
     formats = choose_formats(quant.parse(options.quantization), checkpoint, ops.name)
     if options.num_ranks > 1:
@@ -383,8 +369,7 @@ def load_model(
     planned = outline(config, model_class, ops, dtype, formats)
     if options.load_format == "auto":
         match_tensors(planned, checkpoint)
-    if available is not None:
-        check_memory(planned, checkpoint.source, options.device, available)
+    check(planned, checkpoint)
     built = build(config, model_class, ops, dtype, options.device, formats)
     if options.load_format == "dummy":
         dummy_weights(built, options.seed)

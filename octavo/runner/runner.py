@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.errors import DeviceOutOfMemory
+from octavo.errors import DeviceOutOfMemory, is_out_of_memory
 from octavo.model.base import CausalLM
 from octavo.ops import ForwardBatch, Span
 from octavo.runner.batch import ForwardResult, gather, last_tokens, lay_out, watch
@@ -206,7 +206,9 @@ class Runner:
             if self.tier_store is None:
                 return self._launch_step(plan)
             return self._launch_with_tiers(plan, self.tier_store)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             raise DeviceOutOfMemory(f"no memory for a step of {plan.num_tokens} tokens") from error

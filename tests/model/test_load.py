@@ -719,22 +719,28 @@ EIGHT_BILLION = dict(
 )  # fmt: skip
 
 
-def test_weights_that_do_not_fit_are_refused_before_any_is_read(
+def test_a_model_is_checked_before_any_weight_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "load_weights", lambda *_: pytest.fail("weights were read"))
-    path = write_directory(tmp_path, weights())
-    with pytest.raises(NotEnoughMemory, match=r"GiB as they would be loaded.*octavo plan"):
-        load_model(path, ops=NO_OPS, available=100)
+
+    def refuse(planned: CausalLM, checkpoint: Checkpoint) -> None:
+        raise NotEnoughMemory(f"{checkpoint.source}: {planned.config.num_layers} layers")
+
+    with pytest.raises(NotEnoughMemory, match="layers"):
+        load_model(write_directory(tmp_path, weights()), ops=NO_OPS, check=refuse)
 
 
 def test_a_model_of_8_billion_weights_is_refused_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("octavo.assemble.available_memory", lambda device: (2**34, 2**34))
+    monkeypatch.setattr("octavo.memory_planner.available_memory", lambda device: (2**34, 2**34))
     begun = time.process_time()
-    with pytest.raises(NotEnoughMemory, match=r"take 30\.0 GiB .* but 16\.0 GiB of cpu memory"):
+    with pytest.raises(NotEnoughMemory) as refused:
         LLM(EIGHT_BILLION, load_format="dummy", skip_tokenizer_init=True, device="cpu")
+    message = str(refused.value)
+    assert "(weights 30.0 GiB, activations" in message and "and 16.0 GiB are free" in message
+    assert "or with quantization='int8' (--quant int8)" in message
     assert time.process_time() - begun < 5
 
 
