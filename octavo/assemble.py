@@ -282,7 +282,7 @@ def resolve_schedule(options: EngineOptions, model: ModelFacts, kind: str) -> Sc
         short_prompt_share=options.short_prompt_share,
         chunked_prefill=options.enable_chunked_prefill,
         piggyback_tokens=piggyback,
-        speculative=options.speculative_config,
+        speculative=options.speculative_config if options.asks_for_drafts else None,
     )
 
 
@@ -453,9 +453,49 @@ def load_options(options: EngineOptions, device: torch.device) -> LoadOptions:
     )
 
 
+# What "auto" stands for if the model has a draft head.
+AUTO_HEAD = SpeculativeConfig("head", num_tokens=6, ngram_min=3, lookup=True)
+
+
+def settle_speculation(
+    options: EngineOptions, checkpoint: Checkpoint, kind: str
+) -> SpeculativeConfig | None:
+    """Return how a model drafts on a device of this kind, without "auto".
+
+    "auto" drafts with the head of the embedded model where measurements show that it pays
+    (docs/speculation.md): on a CPU with the fused kernels that this model has by default, and with
+    no option that drafts do not work with. On a GPU, following each step costs more than drafts
+    bring to many streams."""
+    speculative = options.speculative_config
+    if speculative is None or not speculative.is_auto:
+        return speculative
+    has_head = Path(checkpoint.source).name == embedded.FILE and embedded.has_draft_head()
+    default = EngineOptions()
+    uses_default_kernels = all(
+        getattr(options, name) == getattr(default, name)
+        for name in (
+            "dtype",
+            "quantization",
+            "attention_backend",
+            "fused_kernels",
+            "fused_decoder",
+            "enforce_eager",
+        )
+    )
+    keeps_kv = options.kv_cache and options.kv_allocation == "paged" and not options.kv_canary
+    works = (
+        keeps_kv
+        and options.kv_eviction == "none"
+        and options.tensor_parallel_size == 1
+        and not options.logits_processors
+        and options.batching == "continuous"
+    )
+    return AUTO_HEAD if kind == "cpu" and has_head and uses_default_kernels and works else None
+
+
 def with_drafter(loaded: ModelOnDevice, options: EngineOptions) -> ModelOnDevice:
     """Load what drafts for a model, if that has weights of its own."""
-    speculative = options.speculative_config
+    speculative = settle_speculation(options, loaded.checkpoint, loaded.device.type)
     if speculative is not None and speculative.method == "draft_model":
         draft_options = load_options(options, loaded.device)
         return replace(loaded, drafter=load_draft_model(loaded, speculative, draft_options))

@@ -162,11 +162,21 @@ class SpeculativeConfig:
     # Directory or name of the draft head or draft model, for "head" and "draft_model". None: the
     # draft head of the embedded model.
     model: str | None = None
+    # For a method on the device: text that occurs earlier in the sequence is drafted instead.
+    lookup: bool = False
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the method depends on the model and the device (settle_speculation())."""
+        return self.method == "auto"
 
     @property
     def drafts_on_device(self) -> bool:
         """Whether the runner guesses. Otherwise the scheduler does (octavo/core/drafters.py)."""
         return self.method not in ("ngram", "suffix")
+
+
+AUTO = SpeculativeConfig("auto")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypedDict
 
 from octavo import vllm_options
 from octavo.config import (
+    AUTO,
     DTYPE_BYTES,
     KV_CODES,
     PoolerConfig,
@@ -573,8 +574,8 @@ class EngineOptions:
     speculative_config: Annotated[
         SpeculativeConfig | None,
         Option(
-            "Speculative decoding: METHOD[,k=N...] with the method ngram, suffix, early_exit, head "
-            "or draft_model. Replies stay the same.",
+            "Speculative decoding: auto, off, or METHOD[,k=N...] with the method ngram, suffix, "
+            "early_exit, head or draft_model. Replies stay the same. Default: auto.",
             "Scheduling",
             metavar="METHOD",
             flag="--speculative",
@@ -582,7 +583,7 @@ class EngineOptions:
             reads="speculative",
             check=parse_speculative,
         ),
-    ] = None
+    ] = AUTO
     record_trace: Annotated[
         str | None,
         Option(
@@ -648,7 +649,7 @@ class EngineOptions:
         check_batching([self.batching], self.max_batch, self.window_ms, self.target_ms)
         self._check_offload()
         self._check_eviction()
-        if self.speculative_config is not None and self.kv_eviction != "none":
+        if self.asks_for_drafts and self.kv_eviction != "none":
             raise InvalidRequest(
                 "speculative_config needs KV that is kept whole: leave out kv_eviction",
                 "speculative_config",
@@ -669,7 +670,7 @@ class EngineOptions:
     def check_logits_processors(self) -> None:
         """Raise InvalidRequest if logits processors cannot work with the other options."""
         conflicts = {
-            "speculative_config": self.speculative_config is not None,
+            "speculative_config": self.asks_for_drafts,
             "kv_eviction": self.kv_eviction != "none",
             "tensor_parallel_size": self.tensor_parallel_size > 1,
         }
@@ -678,6 +679,11 @@ class EngineOptions:
                 f"logits_processors do not work with {name}: leave out one of them",
                 "logits_processors",
             )
+
+    @property
+    def asks_for_drafts(self) -> bool:
+        """Whether a method of speculative decoding is given. "auto" is a choice and no demand."""
+        return self.speculative_config is not None and not self.speculative_config.is_auto
 
     @property
     def offloads(self) -> bool:
@@ -695,7 +701,7 @@ class EngineOptions:
             "swap_space": bool(self.swap_space),
             "kv_disk_path": self.kv_disk_path is not None,
             "kv_eviction": self.kv_eviction != "none",
-            "speculative_config": self.speculative_config is not None,
+            "speculative_config": self.asks_for_drafts,
         }
         off = "kv_cache=False" if not self.kv_cache else f"kv_allocation {self.kv_allocation}"
         if not self.kv_cache or self.kv_allocation != "paged":

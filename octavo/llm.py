@@ -33,6 +33,7 @@ from octavo.assemble import (
     load,
     load_tokenizer,
     resolve,
+    settle_speculation,
     share_device,
     start_ranks,
     torch_dtype,
@@ -167,6 +168,8 @@ class LLM:
         self.tokenizer = load_tokenizer(loaded, options)
         end_ids = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *end_ids}))
+        speculative = settle_speculation(options, self.checkpoint, self.device.type)
+        options = replace(options, speculative_config=speculative)
         facts = ModelFacts.of(self.model, loaded.drafter)
         device_facts = DeviceFacts.of(self.device, self.model.ops.capturable)
         if self.ranks is not None:

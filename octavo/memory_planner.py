@@ -27,6 +27,7 @@ from octavo.assemble import (
     require,
     resolve_dtype,
     resolve_pool,
+    settle_speculation,
 )
 from octavo.config import DTYPE_BYTES, KV_CODES, SpeculativeConfig
 from octavo.engine_options import EngineOptions
@@ -69,7 +70,7 @@ class ModelOutline:
         self.checkpoint = checkpoint
         self.model_class, self.config = parse_checkpoint(checkpoint, class_name)
         self.weights_summary = ""
-        self._facts: dict[tuple[str, str, str, int], ModelFacts] = {}
+        self._facts: dict[tuple[Any, ...], ModelFacts] = {}
 
     @classmethod
     def read(cls, model: str | None, options: EngineOptions) -> ModelOutline:
@@ -84,9 +85,10 @@ class ModelOutline:
 
     def facts(self, options: EngineOptions, kind: str) -> ModelFacts:
         """Return the facts of the model, or of the largest part that a rank holds."""
-        key = (options.dtype, options.quantization, kind, options.tensor_parallel_size)
+        speculative = settle_speculation(options, self.checkpoint, kind)
+        key = (options.dtype, options.quantization, kind, options.tensor_parallel_size, speculative)
         if key not in self._facts:
-            draft = self._measure_draft(options.speculative_config, options, kind)
+            draft = self._measure_draft(speculative, options, kind)
             self._facts[key] = replace(self._measure(options, kind), draft=draft)
         return self._facts[key]
 

@@ -136,6 +136,8 @@ class Sequence:
     # Speculative decoding (octavo/core/speculation.py).
     drafts_in_flight: int = 0  # of the planned positions, those that may turn out to be wrong
     draft_acceptance: float = 0.0  # running mean: the fraction of its drafts that were accepted
+    lookup_acceptance: float = 0.0  # the same for drafts of the host, if the device drafts too
+    followed: bool = True  # The drafter on the device has followed all of its steps.
     accepted_drafts: int = 0  # verified drafts that became tokens
     rejected_drafts: int = 0  # verified drafts that did not
 
@@ -273,6 +275,8 @@ class Plan:
     # item index -> allowed tokens at each sampled position (Guide.mask); other items may sample any
     token_masks: dict[int, list[bytes]] = field(default_factory=dict)
     num_drafts: int = 0  # of all items
+    # False: the device's drafter need not compute KV of its own for this step. Graphs ignore it.
+    followed: bool = True
     # Disk work starts with the step and finishes whenever the disk is done.
     saves: list[Save] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)

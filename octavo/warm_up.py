@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from octavo.core.bounded_kv import max_kv_positions
 from octavo.core.engine import Engine
-from octavo.core.speculation import Speculation
+from octavo.core.speculation import Passes, Speculation
 from octavo.params import SamplingParams
 from octavo.types import Request
 
@@ -16,8 +16,14 @@ log = logging.getLogger(__name__)
 # Prompt tokens of the warm-up steps, as far as they fit. Kernels may differ between these sizes.
 WARM_UP_TOKENS = {"cuda": (64, 128, 768, 2048, sys.maxsize), "cpu": (64,)}
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # decode steps that speculative decoding measures
-MEASURED_STEPS = 5
+# Decode steps that speculative decoding measures, by their number of rows. A CPU takes long for
+# larger ones, where drafts do not pay.
+ROWS = {
+    "cuda": (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256),
+    "cpu": (1, 2, 4, 8),
+}
+DRAFTED = {"cuda": (1, 8, 32), "cpu": (1, 4)}  # sequences that a measured pass drafts for
+MEASURED_STEPS = {"cuda": 5, "cpu": 3}
 MEASURED_DRAFTS = 2
 
 
@@ -35,32 +41,37 @@ def warm_up(engine: Engine, kind: str) -> None:
             run_prompt(engine, tokens)
             scheduler.clear_cache()
         if scheduler.speculation is not None:
-            measure_costs(engine, scheduler.speculation)
+            measure_costs(engine, scheduler.speculation, kind)
             scheduler.clear_cache()
 
 
-def measure_costs(engine: Engine, speculation: Speculation) -> None:
+def measure_costs(engine: Engine, speculation: Speculation, kind: str) -> None:
     """Measure decode steps of several sizes and a pass of the device's drafter, because the best
     number of drafts depends on them."""
     costs = speculation.costs
     with speculation.fixed(0):
-        for num_rows in ROWS:
+        for num_rows in ROWS[kind]:
             if num_rows > engine.scheduler.schedule.max_num_seqs:
                 break
-            seconds = decode_seconds(engine, num_rows, num_tokens=1)
+            seconds = decode_seconds(engine, num_rows, 1, MEASURED_STEPS[kind])
             costs.observe(num_rows, seconds)
-    if not speculation.on_host:
+    if speculation.drafts_on_device:
         num_drafts = min(MEASURED_DRAFTS, speculation.max_drafts)
         with speculation.fixed(num_drafts):
-            seconds = decode_seconds(engine, 1, num_tokens=1 + num_drafts)
-            costs.observe(1 + num_drafts, seconds, num_passes=num_drafts)
+            for num_sequences in DRAFTED[kind]:
+                if num_sequences > engine.scheduler.schedule.max_num_seqs:
+                    break
+                num_tokens = 1 + num_drafts
+                seconds = decode_seconds(engine, num_sequences, num_tokens, MEASURED_STEPS[kind])
+                passes = Passes(num_drafts, num_sequences)
+                costs.observe(num_tokens * num_sequences, seconds, passes)
 
 
-def decode_seconds(engine: Engine, num_sequences: int, num_tokens: int) -> float:
-    """Return the median time of a step that decodes so many sequences, and gives up to `num_tokens`
-    tokens of each. It is 0 if there was no such step."""
+def decode_seconds(engine: Engine, num_sequences: int, num_tokens: int, num_steps: int) -> float:
+    """Return the shortest time of `num_steps` steps that decode so many sequences, and give up to
+    `num_tokens` tokens of each. It is 0 if there was no such step."""
     scheduler = engine.scheduler
-    max_tokens = (MEASURED_STEPS + 2) * num_tokens
+    max_tokens = (num_steps + 2) * num_tokens
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     for index in range(num_sequences):
         engine.add(Request(f"warm-up {num_sequences}/{index}", [index] * 8, params))
@@ -69,8 +80,7 @@ def decode_seconds(engine: Engine, num_sequences: int, num_tokens: int) -> float
         engine.step()
         if len(scheduler.decoding) == num_sequences:
             landings.append(scheduler.clock())
-    steps = sorted(later - earlier for earlier, later in pairwise(landings))
-    return steps[len(steps) // 2] if steps else 0.0
+    return min((later - earlier for earlier, later in pairwise(landings)), default=0.0)
 
 
 def run_prompt(engine: Engine, tokens: int) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +17,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
+from octavo.assemble import settle_speculation
+from octavo.config import SpeculativeConfig
 from octavo.core.draft_methods import describe, parse_speculative
-from octavo.core.speculation import DraftCounters
+from octavo.core.speculation import (
+    MAX_UNUSED_STEPS,
+    NO_PASSES,
+    CostTable,
+    DraftCounters,
+    Passes,
+    Speculation,
+)
+from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest, ModelError, ModelNotFound
 from octavo.model import embedded
 from octavo.params import StructuredOutputsParams
 from octavo.runner.batch_slots import BatchSlots
-from octavo.types import Plan
+from octavo.types import Item, Plan
 from tests.marks import slow_after
 from tests.model.test_draft_head import (
     SHARED,
@@ -277,6 +288,87 @@ def test_the_embedded_model_has_a_head_or_says_how_to_get_one(
     assert embedded.draft_head_path() == tmp_path
 
 
+def test_auto_drafts_with_the_head_of_the_embedded_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedded_checkpoint: Any = SimpleNamespace(source=f"/somewhere/{embedded.FILE}")
+    other_checkpoint: Any = SimpleNamespace(source="/somewhere/model")
+
+    def settled(checkpoint: Any = embedded_checkpoint, kind: str = "cpu", **options: Any) -> Any:
+        found = settle_speculation(EngineOptions(**options), checkpoint, kind)
+        return None if found is None else describe(found)
+
+    assert settled() == "head,k=6,adaptive=yes,lookup=yes"
+    assert settled(other_checkpoint) is None
+    assert settled(kind="cuda") is None
+    assert settled(speculative_config="off") is None
+    assert settled(speculative_config="ngram,k=2") == "ngram,k=2,adaptive=yes,min=2,max=5"
+    for options in (
+        dict(kv_eviction="sinks"),
+        dict(tensor_parallel_size=2),
+        dict(enforce_eager=True),
+        dict(quantization="int8"),
+        dict(batching="static"),
+        dict(kv_cache=False),
+    ):
+        assert settled(**options) is None, options
+    monkeypatch.setattr("octavo.model.embedded.DRAFT_HEAD", Path("/nowhere"))
+    assert settled() is None
+
+
+def test_auto_gives_the_tokens_of_no_drafts() -> None:
+    plain = LLM(speculative_config="off", progress=False, max_num_seqs=4, max_model_len=256)
+    drafting = plain.with_options(speculative_config="auto")
+    prompts = ["Repeat after me: one two three, one two three, one two", "The capital of France"]
+    for params in (dict(temperature=0.0), dict(temperature=0.8, seed=1)):
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True, **params)
+        want = [output.outputs[0].token_ids for output in plain.generate(prompts, sampling)]
+        got = [drafting.generate(prompt, sampling)[0].outputs[0].token_ids for prompt in prompts]
+        assert got == want
+    assert counters(drafting).accepted > 0
+
+
+def test_steps_are_followed_only_if_drafts_may_pay() -> None:
+    config = SpeculativeConfig("device", num_tokens=2)
+    sequences = {0: SimpleNamespace(followed=True, position_limit=500, tokens=[0] * 20)}
+
+    def followed(*tokens: int, start: int | None = 0, drafts: int = 0) -> bool:
+        items = [
+            Item(0, 0, 0, start, count + drafts, True, 99, num_drafts=drafts) for count in tokens
+        ]
+        plan = Plan(1, items=items, num_drafts=drafts * len(items))
+        sequences[0].followed = True
+        speculation.follow(plan, sequences)  # type: ignore[arg-type]
+        assert sequences[0].followed == plan.followed
+        return plan.followed
+
+    speculation = Speculation(config)
+    for rows, seconds in ((1, 1.0), (2, 1.1), (8, 4.0), (16, 8.0)):
+        speculation.costs.observe(rows, seconds)
+    speculation.costs.observe(2, 1.15, Passes(1, 1))
+    assert followed(100) and not followed(300), "a long prompt"
+    sequences[0].position_limit = 30
+    assert not followed(100), "a short reply"
+    sequences[0].position_limit = 500
+    assert followed(1, start=None)
+    assert not followed(*[1] * 8, start=None), "many sequences"
+    assert all(followed(1, start=None) for _ in range(MAX_UNUSED_STEPS))
+    assert not followed(1, start=None), "no drafts for a while"
+    assert all(followed(1, start=None, drafts=1) for _ in range(2 * MAX_UNUSED_STEPS))
+
+
+def test_costs_are_estimated_between_and_beyond_measured_sizes() -> None:
+    table = CostTable()
+    assert table.estimate(5) == 0.0 and not table.covers(1)
+    table.observe(4, 2.0)
+    assert table.estimate(1) == table.estimate(9) == 2.0
+    assert table.covers(4) and not table.covers(1) and not table.covers(5)
+    table.observe(8, 4.0)
+    assert table.estimate(6) == 3.0 and table.estimate(16) == 8.0
+    table.observe(8, 1000.0)
+    assert table.means[1] == pytest.approx(4.4), "a step that was interrupted counts little"
+    table.forget()
+    assert table.means[0] < 2.0
+
+
 # ---- structured output, costs, settings --------------------------------------------------------
 
 
@@ -315,17 +407,17 @@ def test_the_warm_up_measures_a_pass_and_counts_no_drafts(
         num_drafts.append(plan.num_drafts)
         return launch(plan)
 
-    def observe(num_rows: int, seconds: float, num_passes: int = 0) -> None:
+    def observe(num_rows: int, seconds: float, passes: Passes = NO_PASSES) -> None:
         assert seconds > 0
-        measured.append((num_rows, num_passes))
+        measured.append((num_rows, *passes))
 
-    measured: list[tuple[int, int]] = []
+    measured: list[tuple[int, int, int]] = []
     monkeypatch.setattr(llm.runner, "launch", recording)
     monkeypatch.setattr(speculation.costs, "observe", observe)
     llm.warm_up()
-    rows = [(1, 0), (2, 0), (3, 0), (4, 0)]
-    assert measured == (rows if method == "ngram" else [*rows, (3, 2)])
-    assert set(num_drafts) == ({0} if method == "ngram" else {0, 1, 2})
+    rows = [(1, 0, 0), (2, 0, 0), (4, 0, 0)]
+    assert measured == (rows if method == "ngram" else [*rows, (3, 2, 1), (12, 2, 4)])
+    assert max(num_drafts) == (0 if method == "ngram" else 8)
     assert speculation.counters == DraftCounters([0] * 4)
     assert (speculation.max_drafts, speculation.adaptive) == (4, True)
 

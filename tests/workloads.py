@@ -114,12 +114,14 @@ class OracleDrafter:
 
 def random_speculation(seed: int) -> SpeculativeConfig:
     g = random.Random(f"speculation {seed}")
+    method = g.choice(["ngram", "suffix", "device"])
     return SpeculativeConfig(
-        method=g.choice(["ngram", "suffix", "device"]),
+        method=method,
         num_tokens=g.randrange(1, 9),
         adaptive=g.random() < 0.2,
         ngram_min=1,
         ngram_max=g.randrange(1, 4),
+        lookup=method == "device" and g.random() < 0.5,
     )
 
 
@@ -315,7 +317,7 @@ def trial(
     )  # type: ignore[arg-type]
     scheduler, runner = engine.scheduler, engine.runner
     first: Any = runner if ranks == 1 else runner.runner  # type: ignore[attr-defined]
-    if scheduler.speculation is not None and scheduler.speculation.on_host and seed % 4:
+    if scheduler.speculation is not None and scheduler.speculation.drafter and seed % 4:
         scheduler.speculation.drafter = OracleDrafter(seed)
     assert isinstance(first, FakeRunner)
     fails = dice.random() < 0.3  # few, like the aborts

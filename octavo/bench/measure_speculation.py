@@ -25,7 +25,7 @@ from octavo.bench.synthetic_drafts import (
     parse_synthetic,
 )
 from octavo.config import SpeculativeConfig
-from octavo.core.draft_methods import parse_speculative
+from octavo.core import draft_methods
 from octavo.core.drafters import SuffixDrafter
 from octavo.core.speculation import DraftCounters
 from octavo.errors import OctavoError
@@ -108,7 +108,7 @@ def parse_method(name: str, text: str) -> Method:
     """Return the method of `text`, the value of the option `name`."""
     if text.partition(",")[0].strip() == METHOD:
         return Method(*parse_synthetic(name, text))
-    return Method(parse_speculative(name, text))
+    return Method(draft_methods.parse_method(name, text))
 
 
 class Case(NamedTuple):

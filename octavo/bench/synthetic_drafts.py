@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.config import SpeculativeConfig
-from octavo.core.draft_methods import from_text, parse_speculative
+from octavo.core.draft_methods import from_text, parse_method
 from octavo.errors import InvalidRequest
 from octavo.model.base import CausalLM
 from octavo.ops.reference import noise_key
@@ -63,7 +63,7 @@ def parse_synthetic(name: str, text: str) -> tuple[SpeculativeConfig, float]:
             name,
         )
     # Any method that drafts on the device has the same settings.
-    config = parse_speculative(name, {**settings, "method": "early_exit", "layer": 1})
+    config = parse_method(name, {**settings, "method": "early_exit", "layer": 1})
     return config, acceptance
 
 

@@ -17,6 +17,7 @@ from octavo.cli.bench_session import Picture, bench_session
 from octavo.cli.options import (
     Model,
     Output,
+    bench_options,
     command,
     engine_option,
     flag,
@@ -48,7 +49,7 @@ def finish(result: dict[str, Any], output: Path | None) -> None:
         output.write_text(line + "\n")
 
 
-BATCHING = EngineOptions(max_num_seqs=4, max_model_len=256, enable_prefix_caching=False)
+BATCHING = bench_options(max_num_seqs=4, max_model_len=256, enable_prefix_caching=False)
 
 
 @app.command()
@@ -125,7 +126,7 @@ ModelOrShape = Annotated[
         "llama-8b, tinyllama-1.1b or gpt2.",
     ),
 ]
-THROUGHPUT = EngineOptions(max_model_len=4096)
+THROUGHPUT = bench_options(max_model_len=4096)
 
 
 @app.command()
@@ -209,7 +210,7 @@ def startup(
     finish({"bench": "startup", "model": model, "runs": runs}, output)
 
 
-TIERS = EngineOptions(max_num_seqs=4, swap_space=4.0)
+TIERS = bench_options(max_num_seqs=4, swap_space=4.0)
 
 
 @app.command()
@@ -313,7 +314,7 @@ def _kind(device: str) -> str:
     )
 
 
-QUANT = EngineOptions(
+QUANT = bench_options(
     max_num_seqs=16, max_model_len=1024, num_gpu_blocks_override=256, enable_prefix_caching=False
 )
 

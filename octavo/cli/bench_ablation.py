@@ -6,12 +6,12 @@ from typing import Annotated
 
 from octavo.cli.bench import ModelOrShape, app
 from octavo.cli.bench_session import Picture, Rounds, bench_session
-from octavo.cli.options import Output, command, option
+from octavo.cli.options import Output, bench_options, command, option
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
-ABLATION = EngineOptions(max_num_seqs=16)
+ABLATION = bench_options(max_num_seqs=16)
 
 
 @app.command()

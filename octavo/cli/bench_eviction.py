@@ -6,13 +6,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from octavo.cli.bench import app, finish
-from octavo.cli.options import Model, Output, command, load_llm, option, size, size_or_none
+from octavo.cli.options import (
+    Model,
+    Output,
+    bench_options,
+    command,
+    load_llm,
+    option,
+    size,
+    size_or_none,
+)
 from octavo.cli.terminal import in_bytes, say, table
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
-EVICTION_OPTIONS = EngineOptions(max_num_seqs=1, enable_prefix_caching=False)
+EVICTION_OPTIONS = bench_options(max_num_seqs=1, enable_prefix_caching=False)
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from octavo.cli.bench import ModelOrShape, app
 from octavo.cli.bench_session import Picture, Rounds, bench_session
-from octavo.cli.options import Model, Output, command, load_llm, option, size
+from octavo.cli.options import Model, Output, bench_options, command, load_llm, option, size
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
@@ -16,9 +16,9 @@ from octavo.errors import InvalidRequest
 if TYPE_CHECKING:
     from octavo.llm import LLM
 
-MEMORY = EngineOptions(enable_prefix_caching=False)
-DECODING = EngineOptions(max_num_seqs=64, max_model_len=1024)
-TRANSPORTS = EngineOptions(max_num_seqs=16, max_model_len=1024)
+MEMORY = bench_options(enable_prefix_caching=False)
+DECODING = bench_options(max_num_seqs=64, max_model_len=1024)
+TRANSPORTS = bench_options(max_num_seqs=16, max_model_len=1024)
 
 
 @app.command()

@@ -6,11 +6,11 @@ from typing import Annotated
 
 from octavo.cli.bench import ModelOrShape, app
 from octavo.cli.bench_session import Picture, bench_session
-from octavo.cli.options import Output, command, option, size, sizes
+from octavo.cli.options import Output, bench_options, command, option, size, sizes
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 
-LATENCY_OPTIONS = EngineOptions(max_model_len=4096, enable_prefix_caching=False)
+LATENCY_OPTIONS = bench_options(max_model_len=4096, enable_prefix_caching=False)
 
 
 @app.command()

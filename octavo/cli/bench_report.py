@@ -9,10 +9,12 @@ import typer
 
 from octavo.cli.bench import app
 from octavo.cli.bench_session import Picture, Rounds, bench_session
-from octavo.cli.options import Output, command, option
+from octavo.cli.options import Output, bench_options, command, option
 from octavo.cli.terminal import say
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
+
+SEEDS = bench_options()
 
 
 @app.command()
@@ -25,7 +27,7 @@ def seeds(
     repeat: Rounds = 3,
     picture: Picture = None,
     output: Output = None,
-    engine: EngineOptions = EngineOptions(),  # noqa: B008
+    engine: EngineOptions = SEEDS,
 ) -> None:
     """Repeat the headline claims of five small engines under fair conditions."""
     from octavo.bench.result_file import BenchRun

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Annotated
 
 from octavo.cli.bench import ModelOrShape, app, finish
-from octavo.cli.options import Output, command, engine_option, option, size
+from octavo.cli.options import Output, bench_options, command, engine_option, option, size
 from octavo.cli.terminal import say, table
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
-MODES_OPTIONS = EngineOptions(max_num_seqs=16, max_model_len=1024, enable_prefix_caching=False)
+MODES_OPTIONS = bench_options(max_num_seqs=16, max_model_len=1024, enable_prefix_caching=False)
 
 
 @app.command("batching-modes")
@@ -96,7 +96,7 @@ def batching_modes(
     finish({"model": model or EMBEDDED, "device": llm.device.type, **report}, output)
 
 
-PRIORITY_OPTIONS = EngineOptions(max_num_seqs=16, max_model_len=2048, enable_prefix_caching=False)
+PRIORITY_OPTIONS = bench_options(max_num_seqs=16, max_model_len=2048, enable_prefix_caching=False)
 
 
 @app.command()

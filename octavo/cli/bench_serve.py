@@ -11,7 +11,7 @@ import typer
 
 from octavo.cli.bench import ModelOrShape, app
 from octavo.cli.bench_session import Picture, bench_session
-from octavo.cli.options import Output, command, load_llm, option, size
+from octavo.cli.options import Output, bench_options, command, load_llm, option, size
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
@@ -31,7 +31,7 @@ ApiKey = Annotated[
     option("API key for the server at --url. Default: the variable OCTAVO_API_KEY.", None, "KEY"),
 ]
 PROMPT = "The secret to building a high performance system is"
-SERVE_OPTIONS = EngineOptions(max_num_seqs=64, max_model_len=1024)
+SERVE_OPTIONS = bench_options(max_num_seqs=64, max_model_len=1024)
 
 
 @app.command("serve")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.bench import ModelOrShape, app, finish
-from octavo.cli.options import Output, command, fail, flag, option, size, sizes
+from octavo.cli.options import Output, bench_options, command, fail, flag, option, size, sizes
 from octavo.cli.terminal import say, table
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.bench.measure_speculation import Case, Method
 
 # Warm-up measures decode steps of up to 64 rows, if there are as many batch slots.
-SPECULATION = EngineOptions(max_num_seqs=64, max_model_len=1024)
+SPECULATION = bench_options(max_num_seqs=64, max_model_len=1024)
 DIFFERENT_TOKENS = (
     "speculation changed tokens (see the list above). With quantised weights on a CPU, this is a "
     "defect. With float weights, sums depend on the number of rows in their last digits, so it may "
@@ -78,7 +78,7 @@ def speculation(
     from octavo.bench.picture import draw
     from octavo.cli.progress import Steps
 
-    if engine.speculative_config is not None:
+    if engine.asks_for_drafts:
         raise InvalidRequest("this bench compares methods: give them with --methods", "speculative")
     if grid and model is not None:
         raise InvalidRequest("--grid has its own models: leave out MODEL", "grid")

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 from octavo.cli.bench import ModelOrShape, app
 from octavo.cli.bench_serve import PROMPT, ApiKey, ServedModel
 from octavo.cli.bench_session import Picture, bench_session
-from octavo.cli.options import Output, command, option, size
+from octavo.cli.options import Output, bench_options, command, option, size
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from octavo.bench.sweep import SweepTarget
 
-SWEEP = EngineOptions(max_num_seqs=64)
+SWEEP = bench_options(max_num_seqs=64)
 MOST_CLIENTS = {"cpu": 64, "cuda": 1024}
 
 

@@ -30,7 +30,7 @@ import typer
 from octavo.cli import status
 from octavo.cli.terminal import tokens
 from octavo.config import EMBEDDED, SpeculativeConfig
-from octavo.core.draft_methods import parse_speculative
+from octavo.core.draft_methods import OFF, parse_speculative
 from octavo.engine_options import EngineOptions
 from octavo.errors import (
     MEMORY_RAN_OUT,
@@ -74,9 +74,9 @@ def sizes(text: str) -> list[int]:
     return [size(part) for part in text.split(",")]
 
 
-def speculative(text: str) -> SpeculativeConfig:
+def speculative(text: str) -> SpeculativeConfig | str:
     try:
-        return parse_speculative("--speculative", text)
+        return parse_speculative("--speculative", text) or OFF
     except InvalidRequest as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -158,6 +158,12 @@ def declared_option(group: type, name: str, default: Any, panel: str | None) -> 
 def engine_option(name: str) -> Any:
     """Return an engine option, for a command that has this one and not the whole group."""
     return declared_option(EngineOptions, name, getattr(EngineOptions, name), panel=None)
+
+
+def bench_options(**changes: Any) -> EngineOptions:
+    """Return the default options of a bench. It measures without drafts unless --speculative asks
+    for them."""
+    return EngineOptions(speculative_config=None, **changes)
 
 
 def load_llm(model: str | dict[str, Any] | None, engine: EngineOptions, **changes: Any) -> LLM:

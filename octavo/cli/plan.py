@@ -48,12 +48,14 @@ def plan(
 ) -> None:
     """Show what a model needs: weights, activations, KV cache, and how many sequences fit. Loads no
     weights."""
-    from octavo.assemble import resolve
+    from octavo.assemble import resolve, settle_speculation
     from octavo.memory_planner import ModelOutline, Planner, TargetDevice
 
     wanted = sizes(lengths) if lengths else None
     target = TargetDevice.of(options, device_memory)
     planner = Planner(ModelOutline.read(model, options), target)
+    speculative = settle_speculation(options, planner.outline.checkpoint, target.kind)
+    options = replace(options, speculative_config=speculative)
     if planner.fits(options):
         found = resolve(options, *planner.facts(options))
         report = describe(planner, options, model or EMBEDDED) | describe_fit(found, wanted)

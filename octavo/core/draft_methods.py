@@ -1,5 +1,7 @@
 """The option --speculative: METHOD[,NAME=VALUE...], or vLLM's speculative_config as a dictionary.
 
+    auto             a draft head where one belongs to the model and is measured to pay, else off
+    off              no speculative decoding
     ngram            looks the last tokens up in the same text (min, max: how many tokens)
     suffix           looks there and in earlier replies to the same tenant (min, max)
     early_exit       the model's own first layers guess (layer: how many)
@@ -7,7 +9,8 @@
     draft_model      a smaller model guesses (model: its directory)
 
 Every method takes k, the most tokens that one step verifies for a sequence, and adaptive=no, which
-verifies that many always instead of as many as measurements show to pay.
+verifies that many always instead of as many as measurements show to pay. The last three take
+lookup=yes: where the last tokens occur earlier in the text, its continuation is drafted instead.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ from octavo.params import check_whole
 MAX_DRAFTS = 16
 # The names that each method takes besides k and adaptive, and the fields they set.
 METHODS: dict[str, dict[str, str]] = {
+    "auto": {},
     "ngram": {"min": "ngram_min", "max": "ngram_max"},
     "suffix": {"min": "ngram_min", "max": "ngram_max"},
-    "early_exit": {"layer": "exit_layer"},
-    "head": {"model": "model"},
-    "draft_model": {"model": "model"},
+    "early_exit": {"layer": "exit_layer", "lookup": "lookup"},
+    "head": {"model": "model", "lookup": "lookup"},
+    "draft_model": {"model": "model", "lookup": "lookup"},
 }
 # Names in vLLM's dictionary, and ours.
 VLLM_METHODS = {"eagle3": "head"}
@@ -39,12 +43,20 @@ VLLM_NAMES = {
     "prompt_lookup_min": "min",
     "prompt_lookup_max": "max",
 }
+OFF = "off"
 SWITCH = {"yes": True, "no": False, "true": True, "false": False}
 
 
-def parse_speculative(name: str, value: Any) -> SpeculativeConfig:
-    """Return the config of an option's value: text, JSON, a dictionary or a SpeculativeConfig.
-    Raises InvalidRequest."""
+def parse_speculative(name: str, value: Any) -> SpeculativeConfig | None:
+    """Return the config of an option's value. The config of "off" is None. Raises
+    InvalidRequest."""
+    if value is None or (isinstance(value, str) and value.strip() in (OFF, "none")):
+        return None
+    return parse_method(name, value)
+
+
+def parse_method(name: str, value: Any) -> SpeculativeConfig:
+    """Return the config of text, JSON, a dictionary or a SpeculativeConfig."""
     if isinstance(value, SpeculativeConfig):
         return value
     if isinstance(value, str):
@@ -59,18 +71,25 @@ def parse_speculative(name: str, value: Any) -> SpeculativeConfig:
     method = VLLM_METHODS.get(str(method), method)
     if method not in METHODS:
         raise InvalidRequest(
-            f"{name} has no method {method!r}: the methods are {', '.join(METHODS)}", name
+            f"{name} has no method {method!r}: the methods are off, {', '.join(METHODS)}", name
         )
-    fields = {"k": "num_tokens", "adaptive": "adaptive", **METHODS[method]}
+    fields = settings_of(method)
     unknown = sorted(key for key in settings if key not in fields)
     if unknown:
         raise InvalidRequest(
             f"{name}: the method {method} has no setting {unknown[0]!r}. Its settings are "
-            f"{', '.join(fields)}",
+            f"{', '.join(fields) or 'chosen automatically'}",
             name,
         )
     checked = {fields[key]: check(name, key, setting) for key, setting in settings.items()}
     return with_defaults(name, method, checked)
+
+
+def settings_of(method: str) -> dict[str, str]:
+    """Return the names of a method's settings, and the fields of SpeculativeConfig they set."""
+    if method == "auto":
+        return {}
+    return {"k": "num_tokens", "adaptive": "adaptive", **METHODS[method]}
 
 
 def with_defaults(name: str, method: str, checked: dict[str, Any]) -> SpeculativeConfig:
@@ -117,7 +136,7 @@ def from_text(name: str, text: str) -> dict[str, Any]:
 
 def check(name: str, key: str, value: Any) -> Any:
     label = f"{name} {key}"
-    if key == "adaptive":
+    if key in ("adaptive", "lookup"):
         if isinstance(value, bool):
             return value
         if str(value).lower() not in SWITCH:
@@ -140,9 +159,10 @@ def describe(config: SpeculativeConfig) -> str:
     is named without its directory, because the text is shown to clients."""
     settings = asdict(config)
     parts = [config.method]
-    fields = {"k": "num_tokens", "adaptive": "adaptive", **METHODS[config.method]}
-    for key, field in fields.items():
+    for key, field in settings_of(config.method).items():
         value = settings[field]
+        if field == "lookup" and not value:
+            continue
         if isinstance(value, bool):
             value = "yes" if value else "no"
         if field == "model" and value is not None:

@@ -285,6 +285,8 @@ class Scheduler:
         self._plan_decoding(fill)
         self._admit_short_prompts(fill)
         self._plan_prompts(fill)
+        if self.speculation is not None:
+            self.speculation.follow(plan, self.live)
         self.reports.first_untried(shape, fill.preempted, fill.blocked)
         forms_batches = self.shaper.batches.form_batch is not None
         lacks_room = fill.closed or not self.queues.free_slots
@@ -323,7 +325,7 @@ class Scheduler:
         samples_heavy = self.cache.kv_eviction == "heavy"
         decoding = self.decoding
         drafts = self._begin_drafts(fill)
-        waits_to_draft = drafts is not None and drafts.on_host
+        waits_to_draft = drafts is not None and drafts.waits_for_tokens
         num_drafts = 0
         index = 0
         while index < len(decoding):
@@ -616,7 +618,7 @@ class Scheduler:
             if caching and seq.computed >= (seq.published_blocks + 1) * block_size:
                 self.prefix.publish(seq)
             if num_drafts:
-                self._commit_drafts(seq, num_drafts, len(tokens) - 1)
+                self._commit_drafts(seq, num_drafts, len(tokens) - 1, index in plan.drafts)
             if tokens:
                 logprobs = None if all_logprobs is None else all_logprobs[index]
                 generated_tokens += commit_tokens(seq, tokens, logprobs, outputs)
@@ -635,12 +637,14 @@ class Scheduler:
         self._finish(seq, "stop")
         return [pooled_output(seq)]
 
-    def _commit_drafts(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+    def _commit_drafts(
+        self, seq: Sequence, num_drafts: int, num_accepted: int, by_host: bool
+    ) -> None:
         """Advance a sequence over the accepted drafts, and give back the blocks of the rejected
         ones. The blocks that accepted drafts fill are published with the next step: their tokens
         are not in `seq.tokens` yet."""
         assert self.speculation is not None
-        self.speculation.observe(seq, num_drafts, num_accepted)
+        self.speculation.observe(seq, num_drafts, num_accepted, by_host)
         seq.accepted_drafts += num_accepted
         seq.rejected_drafts += num_drafts - num_accepted
         seq.computed += num_accepted

@@ -18,25 +18,36 @@ the next step: the sequence does not advance over them.
 
 How many drafts are verified follows from measured step times and from how many drafts were accepted
 so far.
+
+A drafter on the device follows steps to be able to draft later: it computes its own KV of the
+tokens. That costs time too. A step is not followed if its sequences are too many for drafts to pay,
+if the last steps had no drafts, if it computes a long prompt, or if it computes a prompt for a
+short reply. The device does not draft for its sequences from then on.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from octavo.config import SpeculativeConfig
 from octavo.core.drafters import HostDrafter, NgramDrafter, SuffixDrafter
 from octavo.events import Event, StepLanded
-from octavo.types import Guide, Sequence
+from octavo.types import Guide, Plan, Sequence
 
 FIRST_ACCEPTANCE = 0.6  # assumed of a drafter before it is measured
 SEQUENCE_WEIGHT = 0.1  # of one draft in the running mean of its sequence
 GLOBAL_WEIGHT = 0.01  # of one draft in the running mean of all sequences
 RETRY_WEIGHT = 0.01  # how fast a sequence without drafts returns to the mean of all
+MAX_FOLLOWED_PROMPT = 256  # tokens of a step with prompts that the drafter on the device follows
+MIN_FOLLOWED_REPLY = 32  # tokens that a sequence may generate if its prompt is followed
+MAX_UNUSED_STEPS = 8  # that are followed in a row without drafts of the device
+MIN_FOLLOW_GAIN = 1.2  # in speed that drafts must be expected to bring if steps are followed
+MIN_GAIN = 1.05  # in speed that drafts of the device must be expected to bring in one step
 
 
 @dataclass(slots=True)
@@ -54,20 +65,27 @@ class Speculation:
         self.max_drafts = config.num_tokens
         self.adaptive = config.adaptive
         self.drafter = host_drafter(config)
+        self.drafts_on_device = config.drafts_on_device
         self.costs = StepCosts()
         self.acceptance = FIRST_ACCEPTANCE
+        self.lookup_acceptance = FIRST_ACCEPTANCE
+        self.unused_steps = 0  # followed in a row without drafts of the device
         self.counters = DraftCounters([0] * config.num_tokens)
 
     @property
-    def on_host(self) -> bool:
-        """Whether the host makes the drafts: it must then know all tokens of a sequence."""
-        return self.drafter is not None
+    def waits_for_tokens(self) -> bool:
+        """Whether only the host drafts: it must then know all tokens of a sequence. A host that
+        drafts beside the device does so where it knows them."""
+        return not self.drafts_on_device
 
     @contextmanager
     def fixed(self, num_drafts: int) -> Iterator[None]:
         """Verify this many drafts of every sequence, as far as there is room, and count none of
         them. For measurements."""
         kept = (self.max_drafts, self.adaptive, self.acceptance, self.counters)
+        kept_drafter = self.drafter
+        if self.drafts_on_device:
+            self.drafter = None
         self.max_drafts = num_drafts
         self.adaptive = False
         self.counters = DraftCounters([0] * num_drafts)
@@ -75,6 +93,7 @@ class Speculation:
             yield
         finally:
             self.max_drafts, self.adaptive, self.acceptance, self.counters = kept
+            self.drafter = kept_drafter
 
     def begin_step(self, num_decoding: int, max_rows: int) -> StepDrafts:
         return StepDrafts(self, num_decoding, max_rows)
@@ -85,13 +104,69 @@ class Speculation:
         plan = event.plan
         if any(item.start is not None for item in plan.items) or not plan.items:
             return
-        num_passes = 0
-        if plan.num_drafts and not self.on_host:
-            num_passes = max(item.num_drafts for item in plan.items)
-        self.costs.observe(plan.num_tokens, event.seconds, num_passes)
+        passes = NO_PASSES
+        if plan.num_drafts and self.drafts_on_device:
+            drafted = [item.num_drafts for i, item in enumerate(plan.items) if i not in plan.drafts]
+            passes = Passes(max(drafted, default=0), sum(count > 0 for count in drafted))
+        self.costs.observe(plan.num_tokens, event.seconds, passes)
 
-    def observe(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Learn how many drafts of a sequence were accepted."""
+    def follow(self, plan: Plan, sequences: Mapping[int, Sequence]) -> None:
+        """Decide whether the drafter on the device follows a step that is planned."""
+        if not self.drafts_on_device:
+            return
+        if self.max_drafts == 0:
+            plan.followed = False
+        if not self.adaptive:
+            return
+        planned = [sequences[item.seq_id] for item in plan.items]
+        plan.followed = (
+            any(seq.followed for seq in planned)
+            and self._follows_prompts(plan, planned)
+            and self._may_pay(len(planned))
+            and self._is_used(plan)
+        )
+        if not plan.followed:
+            self.unused_steps = 0
+            for seq in planned:
+                seq.followed = False
+
+    def _is_used(self, plan: Plan) -> bool:
+        """Return whether the device has drafted in one of the last steps."""
+        has_drafts = plan.num_drafts > sum(map(len, plan.drafts.values()))
+        has_prompts = any(item.start is not None for item in plan.items)
+        self.unused_steps = 0 if has_drafts or has_prompts else self.unused_steps + 1
+        return self.unused_steps <= MAX_UNUSED_STEPS
+
+    def _follows_prompts(self, plan: Plan, planned: list[Sequence]) -> bool:
+        num_prompt_tokens = 0
+        for item, seq in zip(plan.items, planned, strict=True):
+            if item.start is None:
+                continue
+            num_prompt_tokens += item.num_tokens
+            if seq.position_limit - len(seq.tokens) < MIN_FOLLOWED_REPLY:
+                return False
+        return num_prompt_tokens <= MAX_FOLLOWED_PROMPT
+
+    def _may_pay(self, num_sequences: int) -> bool:
+        """Return whether drafts for each of so many sequences are expected to pay."""
+        costs = self.costs
+        plain_seconds = costs.seconds(num_sequences)
+        expected = 1.0
+        chance = 1.0
+        for count in range(1, self.max_drafts + 1):
+            chance *= self.acceptance
+            expected += chance
+            passes = Passes(count, num_sequences)
+            seconds = costs.seconds((1 + count) * num_sequences, passes)
+            if expected * plain_seconds > MIN_FOLLOW_GAIN * seconds:
+                return True
+        costs.passes.forget()
+        return False
+
+    def observe(
+        self, seq: Sequence, num_drafts: int, num_accepted: int, by_host: bool = False
+    ) -> None:
+        """Learn how many drafts of a sequence were accepted. `by_host`: they are in Plan.drafts."""
         counters = self.counters
         counters.verifications += 1
         counters.drafted += num_drafts
@@ -100,8 +175,12 @@ class Speculation:
             counters.accepted_at[place] += 1
         outcomes = [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts)
         for outcome in outcomes:
-            seq.draft_acceptance += SEQUENCE_WEIGHT * (outcome - seq.draft_acceptance)
-            self.acceptance += GLOBAL_WEIGHT * (outcome - self.acceptance)
+            if by_host and self.drafts_on_device:
+                seq.lookup_acceptance += SEQUENCE_WEIGHT * (outcome - seq.lookup_acceptance)
+                self.lookup_acceptance += GLOBAL_WEIGHT * (outcome - self.lookup_acceptance)
+            else:
+                seq.draft_acceptance += SEQUENCE_WEIGHT * (outcome - seq.draft_acceptance)
+                self.acceptance += GLOBAL_WEIGHT * (outcome - self.acceptance)
 
 
 class StepDrafts:
@@ -110,108 +189,196 @@ class StepDrafts:
 
     def __init__(self, speculation: Speculation, num_decoding: int, max_rows: int):
         self.speculation = speculation
-        self.on_host = speculation.on_host
+        self.waits_for_tokens = speculation.waits_for_tokens
         self.rows = num_decoding  # tokens that the step computes
         self.max_rows = max_rows
         self.expected_tokens = float(num_decoding)  # that the step gives
-        self.passes = 0  # of the device's drafter
-        self._expected_with: list[
-            float
-        ] = []  # the same with 0, 1, 2... drafts of one more sequence
+        self.passes = NO_PASSES  # of the device's drafter
+        # expected_tokens with 0, 1, 2... drafts of the sequence that propose() was called for
+        self._expected_with: list[float] = []
+        self._needs_passes = False  # The device makes these drafts.
+        # Without a measured step without drafts, nothing says what drafts cost.
+        self._must_measure = self._lacks_baseline(num_decoding)
+
+    def _lacks_baseline(self, num_decoding: int) -> bool:
+        steps = self.speculation.costs.steps
+        return self.speculation.adaptive and bool(steps.rows) and not steps.covers(num_decoding)
 
     def propose(self, seq: Sequence, room: int) -> tuple[array[int] | None, int]:
         """Return drafts for a sequence and how many are worth verifying, at most `room`. The drafts
         are None if only the device knows them."""
-        most = min(room, self.speculation.max_drafts, self.max_rows - self.rows)
-        drafter = self.speculation.drafter
-        if drafter is None and seq.guide is not None:
-            most = 0  # the masks behind drafts are unknown where the drafts are
-        count = self._count_worthwhile(seq, most)
-        if drafter is None or count < 1:
-            return None, count
-        drafts = drafter.propose(seq, count)
-        return drafts, len(drafts)
+        speculation = self.speculation
+        most = min(room, speculation.max_drafts, self.max_rows - self.rows)
+        self._expected_with = [self.expected_tokens]
+        self._needs_passes = False
+        if self._must_measure or most < 1:
+            return None, 0
+        knows_tokens = self.waits_for_tokens or seq.planned < len(seq.tokens)
+        if speculation.drafter is not None and knows_tokens:
+            drafts = self._look_up(seq, most)
+            if drafts or not speculation.drafts_on_device:
+                return drafts, len(drafts)
+        # The masks behind drafts are unknown where the drafts are.
+        if not speculation.drafts_on_device or seq.guide is not None or not seq.followed:
+            return None, 0
+        self._needs_passes = True
+        if seq.draft_acceptance == 0.0:
+            seq.draft_acceptance = speculation.acceptance
+        count = self._count_worthwhile(seq.draft_acceptance, most)
+        if count == 0:
+            missing = speculation.acceptance - seq.draft_acceptance
+            seq.draft_acceptance += RETRY_WEIGHT * missing
+        return None, count
+
+    def _look_up(self, seq: Sequence, most: int) -> array[int]:
+        """Return drafts of the host."""
+        speculation = self.speculation
+        assert speculation.drafter is not None
+        if speculation.drafts_on_device:
+            mean = speculation.lookup_acceptance
+            acceptance = seq.lookup_acceptance or mean
+        else:
+            mean = speculation.acceptance
+            acceptance = seq.draft_acceptance or mean
+        count = self._count_worthwhile(acceptance, most)
+        if count == 0:
+            acceptance += RETRY_WEIGHT * (mean - acceptance)
+        if speculation.drafts_on_device:
+            seq.lookup_acceptance = acceptance
+        else:
+            seq.draft_acceptance = acceptance
+        return speculation.drafter.propose(seq, count) if count else array("i")
 
     def add(self, count: int) -> None:
         """The step verifies so many drafts of the sequence that propose() was called for."""
         self.rows += count
-        self.passes = max(self.passes, 0 if self.on_host else count)
+        self.passes = self._passes_with(count)
         if self.speculation.adaptive:
             self.expected_tokens = self._expected_with[count]
 
-    def _count_worthwhile(self, seq: Sequence, available: int) -> int:
+    def _passes_with(self, count: int) -> Passes:
+        """Return the passes of the step with `count` drafts of one more sequence."""
+        if not count or not self._needs_passes:
+            return self.passes
+        return Passes(max(self.passes.number, count), self.passes.num_sequences + 1)
+
+    def _count_worthwhile(self, acceptance: float, available: int) -> int:
         """Return how many of `available` drafts are worth verifying."""
         speculation = self.speculation
         if not speculation.adaptive:
-            return max(available, 0)
-        if seq.draft_acceptance == 0.0:
-            seq.draft_acceptance = speculation.acceptance
+            return available
         costs = speculation.costs
         expected = self.expected_tokens
         self._expected_with = [expected]
         best_count = 0
         best_rate = expected / costs.seconds(self.rows, self.passes)
+        if self._needs_passes:
+            best_rate *= MIN_GAIN
         chance = 1.0
         for count in range(1, available + 1):
-            chance *= seq.draft_acceptance
+            chance *= acceptance
             expected += chance
             self._expected_with.append(expected)
-            passes = max(self.passes, 0 if self.on_host else count)
-            rate = expected / costs.seconds(self.rows + count, passes)
+            seconds = costs.seconds(self.rows + count, self._passes_with(count))
+            rate = expected / seconds
             if rate > best_rate:
                 best_count = count
                 best_rate = rate
-        if best_count == 0:
-            missing = speculation.acceptance - seq.draft_acceptance
-            seq.draft_acceptance += RETRY_WEIGHT * missing
         return best_count
+
+
+class Passes(NamedTuple):
+    """What the device's drafter does in a step."""
+
+    number: int  # of passes, one after another
+    num_sequences: int  # that it drafts for
+
+
+NO_PASSES = Passes(0, 0)
 
 
 class StepCosts:
     """Seconds of a decode step by its number of rows (tokens computed), and of one pass of the
-    device's drafter, measured."""
+    device's drafter by its number of sequences, measured. A pass includes its share of following
+    the step."""
+
+    def __init__(self) -> None:
+        self.steps = CostTable()
+        self.passes = CostTable()
+
+    def observe(self, num_rows: int, seconds: float, passes: Passes = NO_PASSES) -> None:
+        if seconds <= 0.0:  # the clock is too coarse for the step
+            return
+        if passes.number:
+            measured = max(seconds - self.steps.estimate(num_rows), 0.0) / passes.number
+            self.passes.observe(passes.num_sequences, measured)
+        else:
+            self.steps.observe(num_rows, seconds)
+
+    def seconds(self, num_rows: int, passes: Passes = NO_PASSES) -> float:
+        """Estimate a step. Nothing measured: 1."""
+        seconds = self.steps.estimate(num_rows) or 1.0
+        if passes.number:
+            seconds += passes.number * self.passes.estimate(passes.num_sequences)
+        return seconds
+
+
+class CostTable:
+    """Measured seconds by a number of rows."""
 
     WEIGHT = 0.1  # of a new measurement in a running mean
+    MAX_GROWTH = 2.0  # A longer time than this multiple of the mean counts as this multiple.
+    FORGETTING = 0.002
 
     def __init__(self) -> None:
         self.rows: list[int] = []  # measured, in order
         self.means: list[float] = []
-        self.pass_seconds = 0.0
 
-    def observe(self, num_rows: int, seconds: float, num_passes: int = 0) -> None:
-        if seconds <= 0.0:  # the clock is too coarse for the step
-            return
-        if num_passes:
-            measured = max(seconds - self.seconds(num_rows), 0.0) / num_passes
-            weight = self.WEIGHT if self.pass_seconds else 1.0
-            self.pass_seconds += weight * (measured - self.pass_seconds)
-            return
+    def forget(self) -> None:
+        """Lower all means a little. What looks too expensive to be used is tried again later."""
+        self.means = [mean * (1.0 - self.FORGETTING) for mean in self.means]
+
+    def observe(self, num_rows: int, seconds: float) -> None:
         index = bisect_left(self.rows, num_rows)
         if index < len(self.rows) and self.rows[index] == num_rows:
-            self.means[index] += self.WEIGHT * (seconds - self.means[index])
+            mean = self.means[index]
+            self.means[index] += self.WEIGHT * (min(seconds, self.MAX_GROWTH * mean) - mean)
         else:
             self.rows.insert(index, num_rows)
             self.means.insert(index, seconds)
 
-    def seconds(self, num_rows: int, num_passes: int = 0) -> float:
-        """Estimate a step: on the line between its measured neighbours. Nothing measured: 1."""
+    def covers(self, num_rows: int) -> bool:
+        """Return whether a size near this one has been measured."""
+        index = bisect_left(self.rows, num_rows)
+        return index < len(self.rows) and (index > 0 or self.rows[0] <= 1.25 * num_rows)
+
+    def estimate(self, num_rows: int) -> float:
+        """Estimate on the line through the measured neighbours. Nothing measured: 0."""
         if not self.rows:
-            return 1.0
-        draft_seconds = num_passes * self.pass_seconds
+            return 0.0
         index = bisect_left(self.rows, num_rows)
         if index == 0:
-            return self.means[0] + draft_seconds
+            return self.means[0]
         if index == len(self.rows):
-            return self.means[-1] * num_rows / self.rows[-1] + draft_seconds
+            return self._beyond(num_rows)
         rows_below = self.rows[index - 1]
         share = (num_rows - rows_below) / (self.rows[index] - rows_below)
         below = self.means[index - 1]
-        return below + share * (self.means[index] - below) + draft_seconds
+        return below + share * (self.means[index] - below)
+
+    def _beyond(self, num_rows: int) -> float:
+        """Estimate a size above all measured ones, on the line through the last two. Of a single
+        one nothing is known but its time, so that larger sizes are tried."""
+        if len(self.rows) == 1:
+            return self.means[0]
+        rows_between = self.rows[-1] - self.rows[-2]
+        slope = max(self.means[-1] - self.means[-2], 0.0) / rows_between
+        return self.means[-1] + slope * (num_rows - self.rows[-1])
 
 
 def host_drafter(config: SpeculativeConfig) -> HostDrafter | None:
-    """Return the drafter that runs in the scheduler, or None if the runner drafts."""
-    if config.method == "ngram":
+    """Return the drafter that runs in the scheduler, or None if only the runner drafts."""
+    if config.method == "ngram" or config.lookup:
         return NgramDrafter(config.ngram_min, config.ngram_max)
     if config.method == "suffix":
         return SuffixDrafter(config.ngram_min, config.ngram_max)

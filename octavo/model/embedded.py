@@ -37,9 +37,14 @@ def embedded_path() -> Path:
     raise ModelNotFound(f"the embedded model {EMBEDDED!r} is not installed: {INSTALL}")
 
 
+def has_draft_head() -> bool:
+    """Return whether this installation has a draft head for the embedded model."""
+    return (DRAFT_HEAD / "config.json").is_file()
+
+
 def draft_head_path() -> Path:
     """Return the directory of the draft head for the embedded model."""
-    if not (DRAFT_HEAD / "config.json").is_file():
+    if not has_draft_head():
         raise ModelNotFound(
             f"this installation has no draft head for {EMBEDDED!r}: train one with octavo "
             "train-draft --out DIRECTORY, and use --speculative head,model=DIRECTORY"

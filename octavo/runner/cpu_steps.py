@@ -52,7 +52,7 @@ class CpuSteps:
         )
         results = self.step(rows, self.kv.view)
         lengths = results.batch.seq_lens
-        if self.drafter is not None:
+        if self.drafter is not None and plan.followed:
             self.drafter.observe(Observed(results.batch, results.hidden), self.batch_slots)
         return ForwardResult(rows.slots, results.logits, lengths, results.tokens, results.kept)
 

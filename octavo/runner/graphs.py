@@ -47,6 +47,7 @@ from octavo.runner.verification import (
     compute_rows,
     keep_rows,
     lay_out_drafts,
+    slots_to_draft,
 )
 from octavo.types import Item, Plan
 
@@ -246,7 +247,9 @@ class StepGraphs:
 
     def find_verify_shape(self, plan: Plan) -> GraphShape | None:
         """Return the smallest graph that verifies the drafts of a plan, if there is one."""
-        num_passes = 0 if plan.drafts else max(item.num_drafts for item in plan.items)
+        num_passes = len(slots_to_draft(plan))
+        if plan.drafts and num_passes:
+            return None  # The host drafts for some sequences, and the device for others.
         for shape in self.verify_shapes:
             fits = shape.tokens >= plan.num_tokens and shape.drafting >= len(plan.items)
             if fits and shape.num_passes == num_passes:

@@ -393,7 +393,7 @@ class Runner:
         batch = gather(sent[staged.layout], len(items), batch_slots, self.kv.block_size, spans)
         batch.logit_indices = batch.logit_indices[item_of_row]
         wants_prompt_logprobs = any(item.prompt_logprobs is not None for item in items)
-        wants_hidden = self.drafter is not None and self.drafter.needs_hidden
+        wants_hidden = self.drafter is not None and self.drafter.needs_hidden and plan.followed
         samples_all = len(staged.item_of_row) == num_tokens
         wants_all_hidden = wants_prompt_logprobs or wants_hidden or bool(staged.pooled)
         if staged.item_of_row and not (wants_all_hidden or samples_all):
@@ -432,7 +432,7 @@ class Runner:
         }
         if batch.watched is not None:
             handle.attention_mass = Download(batch.watched.mass / self.model.config.num_layers)
-        if self.drafter is not None:
+        if self.drafter is not None and plan.followed:
             self.drafter.observe(Observed(batch, hidden), batch_slots)
         return handle
 
@@ -446,7 +446,7 @@ class Runner:
         item_of_row = [index for index, item in enumerate(items) for _ in range(item.num_tokens)]
         handle = self._sample(plan, item_of_row, rows.forward, [])
         handle.kept = Download(keep_rows(rows, batch_slots))
-        if self.drafter is not None:
+        if self.drafter is not None and plan.followed:
             self.drafter.observe(Observed(rows.batch, rows.hidden), batch_slots)
         return handle
 

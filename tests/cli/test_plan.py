@@ -89,7 +89,8 @@ def test_it_says_what_llm_does(
         *(
             plan[key]
             for key in ("weights", "activations", "kv_bytes_per_token", "block_size", "num_blocks")
-        )  # type: ignore[arg-type]
+        ),  # type: ignore[arg-type]
+        draft_kv_per_token=plan.get("draft_kv_bytes_per_token", 0),
     )
     assert (plan["max_model_len"], plan["kv_tokens"], plan["kv_pool"]) == (
         llm.schedule.max_model_len, llm.memory.kv_tokens, llm.memory.kv,

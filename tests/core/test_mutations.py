@@ -166,6 +166,7 @@ SPECULATION_BUGS = {
     "one block too few is reserved": ("scheduler", "if count and not reserve(self.pool, seq, 1 + count, plan):", "if count and not reserve(self.pool, seq, count, plan):"),
     "drafts may exceed the limit of the sequence": ("scheduler", "room = seq.position_limit - seq.planned - 2", "room = seq.position_limit - seq.planned"),
     "drafts are verified before the host knows the text": ("scheduler", "or seq.beam is not None or waits_to_draft", "or seq.beam is not None"),
+    "text is looked up before the host knows its end": ("speculation", "knows_tokens = self.waits_for_tokens or seq.planned < len(seq.tokens)", "knows_tokens = True"),
     "all sampled positions have the first mask": ("speculation", "        masks.append(follower.mask)\n", "        masks.append(masks[0])\n"),
     "a draft that the guide forbids is verified": ("speculation", "        if not mask[token >> 3] >> (token & 7) & 1:\n            return drafts[:count], masks\n", ""),
     "the guide itself follows the drafts": ("speculation", "    follower = guide.copy()\n", "    follower = guide\n"),
