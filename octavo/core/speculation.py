@@ -215,7 +215,7 @@ class StepDrafts:
             return None, 0
         knows_tokens = self.waits_for_tokens or seq.planned < len(seq.tokens)
         if speculation.drafter is not None and knows_tokens:
-            drafts = self._look_up(seq, most)
+            drafts = self._find_in_text(seq, most)
             if drafts or not speculation.drafts_on_device:
                 return drafts, len(drafts)
         # The masks behind drafts are unknown where the drafts are.
@@ -230,7 +230,7 @@ class StepDrafts:
             seq.draft_acceptance += RETRY_WEIGHT * missing
         return None, count
 
-    def _look_up(self, seq: Sequence, most: int) -> array[int]:
+    def _find_in_text(self, seq: Sequence, most: int) -> array[int]:
         """Return drafts of the host."""
         speculation = self.speculation
         assert speculation.drafter is not None
