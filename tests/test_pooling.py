@@ -49,9 +49,9 @@ def test_hidden_states_equal_those_of_transformers(architecture: str) -> None:
     for options in (
         dict(),
         dict(max_num_batched_tokens=8, depth=2),
-        dict(num_gpu_blocks_override=6, block_size=16, depth=2, max_num_batched_tokens=16),
+        dict(num_gpu_blocks_override=6, depth=2, max_num_batched_tokens=16),
     ):
-        llm = make(architecture, **options)
+        llm = make(architecture, block_size=16, **options)
         for _ in range(2):  # The second time, prompts are in the prefix cache.
             last = llm.encode(many, PoolingParams(use_activation=False), use_tqdm=False)
             whole = llm.encode(

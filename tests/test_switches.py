@@ -52,8 +52,8 @@ class PlainAttention:
             heads = query[tokens].transpose(0, 1)
             repeats = heads.shape[0] // keys.shape[0]
             scores = heads @ keys.repeat_interleave(repeats, 0).transpose(1, 2) * scale
-            places = torch.arange(length)
-            own = torch.arange(length - span.num, length)[:, None]
+            places = torch.arange(length, device=query.device)
+            own = places[length - span.num :, None]
             visible = (places <= own) & (places > own - window if window else places >= 0)
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             output[tokens] = (weights @ values.repeat_interleave(repeats, 0)).transpose(0, 1)
