@@ -67,6 +67,15 @@ def field_value(fields: dict[str, str], name: str) -> int:
     return int(fields.get(name, "0").split()[0])
 
 
+def cpu_time_of_cores() -> tuple[float, float]:
+    """Return the seconds in which the cores were busy, and those of all cores together, both since
+    the machine started. Time that a hypervisor took away counts as busy."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    user, nice, system, idle, waiting, interrupts, soft_interrupts, stolen = map(int, fields)
+    busy = user + nice + system + interrupts + soft_interrupts + stolen
+    return busy / TICKS, (busy + idle + waiting) / TICKS
+
+
 def rss_bytes() -> int:
     """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,13 @@ import pytest
 from typer.testing import Result
 
 from octavo.bench import compare
-from octavo.bench.compare import BenchPrompts, Comparison, EndpointContender, EngineProcess
+from octavo.bench.compare import (
+    BenchPrompts,
+    Comparison,
+    EndpointContender,
+    EngineProcess,
+    OtherWork,
+)
 from octavo.bench.openai_endpoint import OpenAIEndpoint
 from octavo.bench.result_file import BenchRun
 from octavo.errors import OctavoError
@@ -45,6 +54,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worker.write_text(WORKER)
     monkeypatch.setattr(compare, "WORKER", worker)
     monkeypatch.setattr(compare, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(OtherWork, "share", lambda self: 0.0)
 
 
 def test_engines_take_turns_and_those_that_fail_are_named(octavo: Octavo, tmp_path: Path) -> None:
@@ -154,3 +164,51 @@ def test_engines_that_are_not_installed_are_not_chosen(tmp_path: Path) -> None:
     comparison = Comparison(BenchRun("compare"), 1)
     comparison.measure()
     assert comparison.run.rows == []
+
+
+class FixedContender:
+    """Returns figures one after another."""
+
+    name = "fixed"
+    pid: int | None = None
+
+    def __init__(self, figures: list[float]):
+        self.facts: dict[str, Any] = {"version": "1", "weights": "none"}
+        self.figures = iter(figures)
+
+    def measure(self, workload: str, number: int) -> float:
+        return next(self.figures)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_measurement_beside_other_work_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = iter([0.0] * 3 + [0.5, 0.02, 0.0, *[0.4, 0.3, 0.2, 0.25, 0.5]])
+    monkeypatch.setattr(OtherWork, "share", lambda self: next(shares))
+    monkeypatch.setattr(compare, "WAIT_SECONDS", 0.0)
+    run = BenchRun("compare")
+    comparison = Comparison(run, 1)
+    figures = [1.0, 1.0, 1.0, 10.0, 20.0, 30.0, 41.0, 42.0, 43.0, 44.0, 45.0]
+    comparison.add("fixed", lambda: FixedContender(figures))
+    comparison.measure()
+    (row,) = run.rows
+    assert row["decode"]["median"] == 20 and row["prefill"]["median"] == 30
+    assert row["streams"]["median"] == 43, "the least disturbed of five attempts counts"
+    assert run.result["other_work"] == 0.2
+    assert "Other programs used up to 20%" in compare.notes(run.result)[-1]
+
+
+def test_the_work_of_other_programs_is_seen() -> None:
+    program = "import time\nwhile True: pass"
+    alone = OtherWork(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", program]) as busy:
+        time.sleep(1.0)
+        share = alone_share(alone)
+        busy.kill()
+    assert share > 0.02
+
+
+def alone_share(others: OtherWork) -> float:
+    found, available = others._read()
+    return (found - others.start[0]) / (available - others.start[1])
