@@ -28,6 +28,8 @@ from octavo.llm import LLM
 from octavo.memory import BLOCK_SIZE
 from octavo.model.base import Matrix
 
+MOST_ATTEMPTS = 3  # at a measurement that other programs disturb
+
 
 class Scale(NamedTuple):
     """How large the workloads are, in tokens and requests."""
@@ -310,7 +312,8 @@ class Ablation:
 
             return run
 
-        reports = interleave({side: runner(llm) for side, llm in sides.items()}, self.rounds)
+        runners = {side: runner(llm) for side, llm in sides.items()}
+        reports = interleave(runners, self.rounds, attempts=MOST_ATTEMPTS)
         self._add_row(name, mechanism, workload, reports)
         del sides
         release_memory()

@@ -28,12 +28,12 @@ from octavo.bench.http_load import Load
 from octavo.bench.interleave import spread
 from octavo.bench.measure_serve import RunningServer, run_client
 from octavo.bench.openai_endpoint import OpenAIEndpoint
+from octavo.bench.other_work import MOST_OTHER_WORK, measure_undisturbed
 from octavo.bench.peers.engines import PACKAGES
 from octavo.bench.picture import Panel, bars
 from octavo.bench.result_file import BenchRun
 from octavo.bench.views import Result, ResultTable, ResultView, spread_text
 from octavo.errors import OctavoError
-from octavo.process_usage import cpu_time_of_cores, read_usage
 
 WORKER = Path(__file__).parent / "peers" / "peer_worker.py"
 OURS = "octavo"
@@ -46,10 +46,7 @@ STREAM_TOKENS = 64
 START_SECONDS = 600.0  # for an engine to load
 RUN_SECONDS = 300.0  # for one measurement
 PAUSE_SECONDS = 0.3  # so that threads of the last engine, which may spin for a while, sleep
-# A measurement is repeated if other programs used more than this share of the cores meanwhile.
-MOST_OTHER_WORK = 0.08
-MOST_ATTEMPTS = 5
-WAIT_SECONDS = 1.0  # before a measurement is repeated
+MOST_ATTEMPTS = 5  # at a measurement that other programs disturb
 
 
 class Contender(Protocol):
@@ -62,31 +59,6 @@ class Contender(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class OtherWork:
-    """Measures how much of the cores is used by other programs, from its creation on."""
-
-    def __init__(self, pid: int | None):
-        self.pid = pid
-        self.start = self._read()
-
-    def _read(self) -> tuple[float, float]:
-        """Return the CPU time of other programs, and the time of all cores, in seconds."""
-        used = 0.0
-        usage = None if self.pid is None else read_usage(self.pid)
-        if usage is not None:
-            used = usage.cpu_seconds
-        busy, available = cpu_time_of_cores()
-        return busy - used - time.process_time(), available
-
-    def share(self) -> float:
-        """Return the share of the cores, or 0 if the process of the contender is not known."""
-        if self.pid is None:
-            return 0.0
-        others, available = self._read()
-        passed = max(available - self.start[1], 1e-9)
-        return min(max((others - self.start[0]) / passed, 0.0), 1.0)
 
 
 # ---- texts ---------------------------------------------------------------------------------------
@@ -300,33 +272,20 @@ class Comparison:
     def _measure_one(self, contender: Contender, workload: str, number: int) -> None:
         self.advance(f"round {number} of {self.rounds}: {workload}, {contender.name}")
         try:
-            figure, other_work = self._measure_undisturbed(contender, workload, number)
+            found = measure_undisturbed(
+                lambda: contender.measure(workload, number),
+                () if contender.pid is None else (contender.pid,),
+                attempts=MOST_ATTEMPTS if number and contender.pid is not None else 1,
+            )
         except OctavoError as error:
             self.run.skip(contender.name, str(error))
             self.contenders.remove(contender)
             contender.close()
             return
         if number:
-            self.figures[contender.name][workload].append(figure)
-            self.other_work = max(self.other_work, other_work)
-
-    def _measure_undisturbed(
-        self, contender: Contender, workload: str, number: int
-    ) -> tuple[float, float]:
-        """Return a figure, and the share of the cores that other programs used meanwhile. A
-        measurement that they disturb is repeated a few times, and the least disturbed one counts.
-        """
-        attempts: list[tuple[float, float]] = []  # share, figure
-        while True:
-            others = OtherWork(contender.pid)
-            figure = contender.measure(workload, number)
-            attempts.append((others.share(), figure))
-            is_last = number == 0 or len(attempts) == MOST_ATTEMPTS
-            if attempts[-1][0] <= MOST_OTHER_WORK or is_last:
-                break
-            time.sleep(WAIT_SECONDS)
-        share, figure = min(attempts)
-        return figure, share
+            self.figures[contender.name][workload].append(found.figure)
+            if contender.pid is not None:
+                self.other_work = max(self.other_work, found.other_work)
 
     def _save(self) -> None:
         rows = []

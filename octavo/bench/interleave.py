@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from octavo.bench.other_work import measure_undisturbed
+
 Figure = TypeVar("Figure")
 MAX_VARIATION = 1.25  # largest over smallest ratio of an otherwise idle machine
 
@@ -18,13 +20,17 @@ def interleave(
     sides: Mapping[str, Callable[[], Figure]],
     rounds: int,
     advance: Callable[[], None] = lambda: None,
+    attempts: int = 1,
 ) -> dict[str, list[Figure]]:
-    """Return what each side returned in each round. `advance` is called after each call."""
+    """Return what each side returned in each round. `advance` is called after each call.
+
+    With several `attempts`, a call that other programs disturb is repeated. The sides must then
+    compute in this process."""
     found: dict[str, list[Figure]] = {name: [] for name in sides}
     for number in range(rounds):
         names = list(sides) if number % 2 == 0 else list(sides)[::-1]
         for name in names:
-            found[name].append(sides[name]())
+            found[name].append(measure_undisturbed(sides[name], attempts=attempts).figure)
             advance()
     return found
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from octavo.bench import compare
+from octavo.bench import compare, other_work
 from octavo.bench.compare import (
     BenchPrompts,
     Comparison,
     EndpointContender,
     EngineProcess,
-    OtherWork,
 )
 from octavo.bench.openai_endpoint import OpenAIEndpoint
+from octavo.bench.other_work import OtherWork
 from octavo.bench.result_file import BenchRun
 from octavo.errors import OctavoError
 from tests.cli.test_bench_serve import HEAD, answering
@@ -170,7 +170,7 @@ class FixedContender:
     """Returns figures one after another."""
 
     name = "fixed"
-    pid: int | None = None
+    pid: int | None = os.getpid()
 
     def __init__(self, figures: list[float]):
         self.facts: dict[str, Any] = {"version": "1", "weights": "none"}
@@ -186,7 +186,7 @@ class FixedContender:
 def test_a_measurement_beside_other_work_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = iter([0.0] * 3 + [0.5, 0.02, 0.0, *[0.4, 0.3, 0.2, 0.25, 0.5]])
     monkeypatch.setattr(OtherWork, "share", lambda self: next(shares))
-    monkeypatch.setattr(compare, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(other_work, "WAIT_SECONDS", 0.0)
     run = BenchRun("compare")
     comparison = Comparison(run, 1)
     figures = [1.0, 1.0, 1.0, 10.0, 20.0, 30.0, 41.0, 42.0, 43.0, 44.0, 45.0]
@@ -201,14 +201,10 @@ def test_a_measurement_beside_other_work_is_repeated(monkeypatch: pytest.MonkeyP
 
 def test_the_work_of_other_programs_is_seen() -> None:
     program = "import time\nwhile True: pass"
-    alone = OtherWork(os.getpid())
+    others = OtherWork()
+    before, _ = others._read()
     with subprocess.Popen([sys.executable, "-c", program]) as busy:
         time.sleep(1.0)
-        share = alone_share(alone)
+        after, _ = others._read()
         busy.kill()
-    assert share > 0.02
-
-
-def alone_share(others: OtherWork) -> float:
-    found, available = others._read()
-    return (found - others.start[0]) / (available - others.start[1])
+    assert after - before > 0.02

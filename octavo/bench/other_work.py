@@ -1,0 +1,64 @@
+"""Notices other programs that compute while something is measured, and measures again.
+
+A shared machine is rarely idle for minutes, but often for seconds. So a measurement of seconds is
+repeated if other programs used much of the cores meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+from octavo.process_usage import cpu_time_of_cores, read_usage
+
+Figure = TypeVar("Figure")
+# A measurement is repeated if other programs used more than this share of the cores meanwhile.
+MOST_OTHER_WORK = 0.08
+WAIT_SECONDS = 1.0  # before a measurement is repeated
+
+
+class OtherWork:
+    """The part of the cores that is used neither by this process nor by the given ones."""
+
+    def __init__(self, *pids: int):
+        self.pids = pids
+        self.start = self._read()
+
+    def _read(self) -> tuple[float, float]:
+        """Return the CPU time of other programs, and the time of all cores, in seconds."""
+        usages = [read_usage(pid) for pid in self.pids]
+        own = time.process_time()
+        own += sum(usage.cpu_seconds for usage in usages if usage is not None)
+        busy, available = cpu_time_of_cores()
+        return busy - own, available
+
+    def share(self) -> float:
+        """Return the share of the cores since the creation of this object."""
+        others, available = self._read()
+        passed = max(available - self.start[1], 1e-9)
+        return min(max((others - self.start[0]) / passed, 0.0), 1.0)
+
+
+class Measured(NamedTuple, Generic[Figure]):
+    figure: Figure
+    other_work: float  # the share of the cores that other programs used
+
+
+def measure_undisturbed(
+    measure: Callable[[], Figure], pids: tuple[int, ...] = (), attempts: int = 5
+) -> Measured[Figure]:
+    """Measure until other programs do not disturb, at most so many times. Returns the least
+    disturbed measurement. `pids` are processes that belong to the measurement."""
+    best: Measured[Figure] | None = None
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(WAIT_SECONDS)
+        others = OtherWork(*pids)
+        found = Measured(measure(), others.share())
+        if best is None or found.other_work < best.other_work:
+            best = found
+        if best.other_work <= MOST_OTHER_WORK:
+            break
+    assert best is not None
+    return best
