@@ -29,7 +29,9 @@ from octavo.bench.views import ResultTable, markdown, source_line, view_of
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A picture, and the result file that it shows.
-PICTURES: dict[str, str] = {}
+PICTURES: dict[str, str] = {
+    "docs/pictures/compare-cpu.svg": "results/compare-cpu.json",
+}
 MARKED = re.compile(
     r"(?P<begin><!-- table: (?P<kind>\S+) (?P<files>[^>]*?) -->\n)(?P<body>.*?)"
     r"(?P<end><!-- end table -->)",

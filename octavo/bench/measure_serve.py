@@ -76,9 +76,13 @@ TRACED_CASES = ("one", "streams", "burst")
 SERVER_PROGRAM = """
 import sys
 import msgspec
+from octavo.errors import OctavoError
 from octavo.serve.serve_config import ServeConfig
 from octavo.serve.server import run
-run(msgspec.json.decode(sys.argv[1], type=ServeConfig))
+try:
+    run(msgspec.json.decode(sys.argv[1], type=ServeConfig))
+except OctavoError as error:
+    sys.exit(str(error))
 """
 
 

@@ -1,7 +1,7 @@
 """Notices other programs that compute while something is measured, and measures again.
 
-A shared machine is rarely idle for minutes, but often for seconds. So a measurement of seconds is
-repeated if other programs used much of the cores meanwhile.
+A shared machine is rarely idle for minutes, but often for seconds. So a measurement of seconds
+waits for such a time, and is repeated if other programs used much of the cores meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from octavo.process_usage import cpu_time_of_cores, read_usage
 Figure = TypeVar("Figure")
 # A measurement is repeated if other programs used more than this share of the cores meanwhile.
 MOST_OTHER_WORK = 0.08
-WAIT_SECONDS = 1.0  # before a measurement is repeated
+LOOK_SECONDS = 0.3  # to see whether other programs compute
+MOST_WAIT_SECONDS = 10.0  # for other programs to pause, before each attempt
+MOST_SECONDS = 20.0  # after which nothing is repeated
 
 
 class OtherWork:
@@ -45,20 +47,32 @@ class Measured(NamedTuple, Generic[Figure]):
     other_work: float  # the share of the cores that other programs used
 
 
+def wait_for_others(pids: tuple[int, ...]) -> None:
+    """Wait until other programs do not compute, but not for ever."""
+    end = time.monotonic() + MOST_WAIT_SECONDS
+    while time.monotonic() < end:
+        others = OtherWork(*pids)
+        time.sleep(LOOK_SECONDS)
+        if others.share() <= MOST_OTHER_WORK:
+            return
+
+
 def measure_undisturbed(
     measure: Callable[[], Figure], pids: tuple[int, ...] = (), attempts: int = 5
 ) -> Measured[Figure]:
     """Measure until other programs do not disturb, at most so many times. Returns the least
-    disturbed measurement. `pids` are processes that belong to the measurement."""
+    disturbed measurement. `pids` are processes that belong to the measurement. A single attempt is
+    made at once."""
     best: Measured[Figure] | None = None
-    for attempt in range(attempts):
-        if attempt:
-            time.sleep(WAIT_SECONDS)
+    end = time.monotonic() + MOST_SECONDS
+    for _ in range(attempts):
+        if attempts > 1:
+            wait_for_others(pids)
         others = OtherWork(*pids)
         found = Measured(measure(), others.share())
         if best is None or found.other_work < best.other_work:
             best = found
-        if best.other_work <= MOST_OTHER_WORK:
+        if best.other_work <= MOST_OTHER_WORK or time.monotonic() > end:
             break
     assert best is not None
     return best

@@ -107,4 +107,4 @@ def test_a_claim_is_measured(name: str) -> None:
     run = BenchRun("seeds")
     SeedBench(run, EngineOptions(num_gpu_blocks_override=512), rounds=1).measure([name])
     (row,) = run.rows
-    assert all(finding["value"] > 0 for finding in row["findings"])
+    assert all(finding["value"] >= 0 for finding in row["findings"])

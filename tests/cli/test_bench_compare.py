@@ -55,6 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compare, "WORKER", worker)
     monkeypatch.setattr(compare, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(OtherWork, "share", lambda self: 0.0)
+    monkeypatch.setattr(other_work, "LOOK_SECONDS", 0.0)
 
 
 def test_engines_take_turns_and_those_that_fail_are_named(octavo: Octavo, tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ class FixedContender:
 def test_a_measurement_beside_other_work_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = iter([0.0] * 3 + [0.5, 0.02, 0.0, *[0.4, 0.3, 0.2, 0.25, 0.5]])
     monkeypatch.setattr(OtherWork, "share", lambda self: next(shares))
-    monkeypatch.setattr(other_work, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(other_work, "wait_for_others", lambda pids: None)
     run = BenchRun("compare")
     comparison = Comparison(run, 1)
     figures = [1.0, 1.0, 1.0, 10.0, 20.0, 30.0, 41.0, 42.0, 43.0, 44.0, 45.0]

@@ -350,6 +350,13 @@ def test_a_server_that_ends_leaves_a_partial_result(octavo: Octavo, tmp_path: Pa
     assert [row["case"] for row in found["rows"]] == ["stream"]
 
 
+def test_a_model_that_cannot_be_served_is_one_message(octavo: Octavo, tmp_path: Path) -> None:
+    write_directory(GPT2_124M, tmp_path)
+    result = octavo("bench", "serve", tmp_path)
+    assert result.exit_code == 2 and "the server did not start: " in result.stderr
+    assert "holds no *.safetensors file" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_bad_arguments(octavo: Octavo) -> None:
     result = octavo("bench", "serve", "--cases", "same,other")
     assert result.exit_code == 2 and "unknown case other: use same, long" in result.output
