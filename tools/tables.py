@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A picture, and the result file that it shows.
 PICTURES: dict[str, str] = {
+    "docs/pictures/ablation-smollm2-cpu.svg": "results/ablation-smollm2-cpu.json",
     "docs/pictures/compare-cpu.svg": "results/compare-cpu.json",
 }
 MARKED = re.compile(
