@@ -61,15 +61,12 @@ def quantize(
     if out.exists():
         fail(f"{out} exists: give a directory that does not exist")
     checkpoint = open_checkpoint(model, revision)
-    if current_bits := quantized.quantised_bits(checkpoint, weight_format):
-        print(
-            f"{model} is quantised already, with {current_bits:.1f} bits per weight: quantising it "
-            f"again to {form} costs quality. If there is a 16-bit checkpoint, start from that.",
-            file=sys.stderr,
-        )
+    current_bits = quantized.quantised_bits(checkpoint, weight_format)
     check_memory(checkpoint, form)
     write(checkpoint, weight_format, out)
     written_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    if current_bits is not None:
+        warn_of_second_rounding(model, form, current_bits, written_bytes > checkpoint.nbytes)
     print(
         f"{out}: {in_bytes(written_bytes)} of weights as {form}, from {in_bytes(checkpoint.nbytes)}"
     )
@@ -95,6 +92,15 @@ def check_memory(checkpoint: Checkpoint, form: str) -> None:
             f"written, and {in_bytes(free)} are free. Use a format of fewer bits, close other "
             "programs, or quantise on a larger machine"
         )
+
+
+def warn_of_second_rounding(model: str, form: str, current_bits: float, is_larger: bool) -> None:
+    result = "costs quality and makes it larger" if is_larger else "costs quality"
+    print(
+        f"{model} is quantised already, with {current_bits:.1f} bits per weight: quantising it "
+        f"again to {form} {result}. If there is a 16-bit checkpoint, start from that.",
+        file=sys.stderr,
+    )
 
 
 def write(checkpoint: Checkpoint, weight_format: object, out: Path) -> None:
