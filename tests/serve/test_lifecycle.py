@@ -208,6 +208,24 @@ def test_a_step_that_may_take_long_is_waited_for(tmp_path: Path) -> None:
         assert "engine_stalled" not in slow.log.read_text()
 
 
+def test_a_server_that_was_stopped_keeps_its_engine(tmp_path: Path) -> None:
+    """`docker pause` and SIGSTOP stop all processes of a server. The engine is not hung."""
+    with server(tmp_path, stall_dump=0.5, stall_kill=1.0) as paused:
+        (engine,) = paused.engines()
+        done: list[dict[str, Any]] = []
+        thread = threading.Thread(target=lambda: done.append(paused.complete(max_tokens=900)))
+        thread.start()
+        time.sleep(0.2)
+        for number, seconds in ((signal.SIGSTOP, 2.5), (signal.SIGCONT, 0.0)):
+            os.kill(paused.process.pid, number)
+            os.kill(engine, number)
+            time.sleep(seconds)
+        thread.join()
+        assert done[0]["usage"]["completion_tokens"] == 900
+        assert paused.engines() == [engine]
+        assert "engine_stalled" not in paused.log.read_text()
+
+
 def test_a_silent_stream_says_that_it_lives(mortal: Running) -> None:
     reply = mortal.post("/v1/completions", {"prompt": [13] * 6, "stream": True})
     assert reply.text.count(": keep-alive\n\n") >= 3

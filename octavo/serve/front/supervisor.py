@@ -257,8 +257,14 @@ class Supervisor:
         """
         dumped = False
         killed = False
+        interval = min(self.config.stall_dump / 5, 0.5)
         while True:
-            await asyncio.sleep(min(self.config.stall_dump / 5, 0.5))
+            begun = time.monotonic()
+            await asyncio.sleep(interval)
+            # If this process did not run, the engine may not have run either: both were stopped.
+            overslept = time.monotonic() - begun - interval
+            if overslept > interval:
+                self.progress += overslept
             stalled_seconds = time.monotonic() - max(self.progress, self.step_deadline)
             if self.phase != "ready" or stalled_seconds < self.config.stall_dump:
                 self.stalled = False
