@@ -24,7 +24,7 @@ from octavo.serve.http.http_protocol import HttpProtocol, ServerContext
 from octavo.serve.http.turn_queue import TurnQueue
 from octavo.serve.http.websocket_protocol import WebSocketProtocol
 from octavo.serve.limits import Limits
-from tests.serve.running import Running, alive, check_error, http_request, raw, server
+from tests.serve.running import NAME, Running, alive, check_error, http_request, raw, server
 
 CHAT = "/v1/chat/completions"
 GOOD = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -67,6 +67,17 @@ def test_a_body_that_is_no_json_object(running: Running, body: bytes) -> None:
 def test_another_content_type(running: Running, content: str | None) -> None:
     headers = {} if content is None else {"content-type": content}
     check_error(running.http.post(CHAT, content=json.dumps(GOOD).encode(), headers=headers), 415)
+
+
+@pytest.mark.parametrize("content", [None, "application/x-www-form-urlencoded"])
+def test_ollamas_routes_take_any_content_type(running: Running, content: str | None) -> None:
+    """`curl -d` and litellm send JSON under these types. The Origin header keeps web pages out."""
+    headers = {} if content is None else {"content-type": content}
+    body = {"model": NAME, "prompt": "hi", "stream": False, "options": {"num_predict": 2}}
+    data = json.dumps(body).encode()
+    assert running.http.post("/api/generate", content=data, headers=headers).status_code == 200
+    foreign = {**headers, "origin": "http://other.example"}
+    assert running.http.post("/api/generate", content=data, headers=foreign).status_code == 403
 
 
 def test_json_with_a_charset_is_json(running: Running) -> None:

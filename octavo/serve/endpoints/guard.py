@@ -156,7 +156,7 @@ class Guard:
                 " name, or start the server with --allowed-host NAME",
                 "wrong_host",
             )
-        if scope["type"] == "websocket":
+        if scope["type"] == "websocket" or scope["path"].startswith("/api/"):
             self.check_origin(text(headers, b"origin"), host)
         if scope["path"] not in OPEN:
             address = scope["client"][0] if scope.get("client") else ""
@@ -198,7 +198,9 @@ class Guard:
     def check_origin(self, origin: str | None, host: str) -> None:
         """Raise unless web pages of this origin may use the server.
 
-        Browsers send the header Origin with every WebSocket, and leave the check to the server.
+        Browsers send the header Origin with every WebSocket and with every POST that a page of
+        another origin makes, and leave the check to the server. Other routes need no check: a
+        browser asks for permission before it sends the type application/json, which they demand.
         """
         with suppress(ValueError):  # The brackets of an IPv6 address may not match.
             if (

@@ -39,9 +39,11 @@ async def read(
     there: bytes | None,
     limits: Limits,
     held: Held,
+    any_type: bool = False,
 ) -> Bytes:
-    """Return the body. `there` is the whole body if it has already arrived, and otherwise None."""
-    check_headers(headers)
+    """Return the body. `there` is the whole body if it has already arrived, and otherwise None.
+    With `any_type` its Content-Type does not matter."""
+    check_headers(headers, any_type)
     if there is None:
         return await _receive_all(headers, receive, limits, held)
     if len(there) > limits.body_bytes:
@@ -51,10 +53,11 @@ async def read(
     return there
 
 
-def check_headers(headers: Mapping[bytes, bytes]) -> None:
+def check_headers(headers: Mapping[bytes, bytes], any_type: bool = False) -> None:
     content = headers.get(b"content-type", b"")
     if (
-        content != b"application/json"
+        not any_type
+        and content != b"application/json"
         and content.partition(b";")[0].strip().lower() != b"application/json"
     ):
         raise ApiError(

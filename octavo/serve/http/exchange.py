@@ -73,6 +73,8 @@ class Exchange:
             there,
             self.front.config.limits,
             held,
+            # Ollama reads a body of any type, and its clients and examples often name none.
+            any_type=self.scope["path"].startswith("/api/"),
         )
 
     def put_back(self, data: bytes) -> None:
