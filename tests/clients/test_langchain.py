@@ -1,9 +1,8 @@
-"""langchain-openai with the embedded model: chats, streams, tools, structured output."""
+"""langchain-openai with the embedded model: chats, streams, tools, structured output, embeddings."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,10 +18,10 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
-from tests.serve.running import Running, server
+from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
 
@@ -30,20 +29,8 @@ QUESTION = "Is it raining in Paris?"
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    engine = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 16}
-    with server(
-        tmp_path_factory.mktemp("langchain"),
-        model=None,
-        served_model_name=["smollm2"],
-        engine=engine,
-    ) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def chat(serving: Running) -> ChatOpenAI:
-    url = f"{serving.url}/v1"
+def chat(embedded: Running) -> ChatOpenAI:
+    url = f"{embedded.url}/v1"
     return ChatOpenAI(
         model="smollm2",
         base_url=url,
@@ -102,11 +89,27 @@ def test_many_at_once(chat: ChatOpenAI) -> None:
     assert [r.text for r in asyncio.run(chat.abatch(questions))] == alone
 
 
-def test_completions(serving: Running) -> None:
+def test_completions(embedded: Running) -> None:
     model = OpenAI(
-        model="smollm2", base_url=f"{serving.url}/v1", api_key="unused", temperature=0, max_tokens=8
+        model="smollm2",
+        base_url=f"{embedded.url}/v1",
+        api_key="unused",
+        temperature=0,
+        max_tokens=8,
     )
     assert "Paris" in model.invoke("The capital of France is")
+
+
+def test_embeddings(embedded: Running) -> None:
+    model = OpenAIEmbeddings(
+        model="smollm2",
+        base_url=f"{embedded.url}/v1",
+        api_key="unused",
+        check_embedding_ctx_length=False,
+    )
+    first, second = model.embed_documents(["A cat sleeps.", "The market fell."])
+    assert len(first) == len(second) == 576
+    assert model.embed_query("A cat sleeps.") == pytest.approx(first, abs=1e-5)
 
 
 @pytest.mark.parametrize("choice", ["any", "required", "get_weather", True])

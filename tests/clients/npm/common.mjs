@@ -1,0 +1,20 @@
+// What every program here asks: the same question, tool and schema.
+import { z } from 'zod';
+
+export const url = process.argv[2];
+export const model = 'smollm2';
+export const system = 'Answer in one word.';
+export const question = 'What is the capital of France?';
+export const weatherQuestion = 'Is it raining in Paris?';
+export const citySchema = {
+  type: 'object',
+  properties: { city: { type: 'string', maxLength: 20 } },
+  required: ['city'],
+  additionalProperties: false,
+};
+export const City = z.object({ city: z.string().max(20) });
+
+// Prints what a program found. tests/clients/test_npm.py reads it.
+export function report(found) {
+  console.log(JSON.stringify(found));
+}

@@ -1,0 +1,84 @@
+"""Clients from npm with the embedded model: openai with chats and Responses, Anthropic's SDK, and
+Vercel's ai with its providers for both. Each program prints what it found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.running import Running
+
+PROGRAMS = Path(__file__).parent / "npm"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("node") is None or not (PROGRAMS / "node_modules").is_dir(),
+        reason="the clients are not installed: install Node.js and run `make test-clients`",
+    ),
+]
+
+
+def run(program: str, *arguments: str) -> dict[str, Any]:
+    found = subprocess.run(
+        ["node", program, *arguments],
+        cwd=PROGRAMS,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    return json.loads(found.stdout)
+
+
+def check(found: dict[str, Any]) -> None:
+    """Every client streams what it also gets whole, and follows a schema."""
+    assert "Paris" in found["text"]
+    assert found["streamed"] == found["text"]
+    assert isinstance(found["object"]["city"], str)
+
+
+def test_openai_chat(embedded: Running) -> None:
+    found = run("openai_chat.mjs", embedded.url)
+    check(found)
+    assert found["call"]["name"] == "get_weather"
+    arguments = json.loads(found["call"]["arguments"])
+    assert set(arguments) == {"city"}
+    assert json.loads(found["streamed_call"]["arguments"]) == arguments
+    assert found["embeddings"] == [576, 576]
+
+
+def test_openai_responses(embedded: Running) -> None:
+    found = run("openai_responses.mjs", embedded.url)
+    check(found)
+    assert found["last_event"] == "response.completed"
+    assert found["call"]["name"] == "get_weather"
+    arguments = json.loads(found["call"]["arguments"])
+    assert set(arguments) == {"city"}
+    assert json.loads(found["streamed_call"]["arguments"]) == arguments
+    assert found["answered"] in ("completed", "incomplete")
+
+
+def test_anthropic_messages(embedded: Running) -> None:
+    found = run("anthropic_messages.mjs", embedded.url)
+    check(found)
+    assert (found["call"]["type"], found["call"]["name"]) == ("tool_use", "get_weather")
+    assert set(found["call"]["input"]) == {"city"}
+    assert found["streamed_call"]["input"] == found["call"]["input"]
+    assert found["answered"]
+    assert found["counted"] == found["input"]
+
+
+@pytest.mark.parametrize("provider", ["openai", "openai-chat", "openai-compatible", "anthropic"])
+def test_vercel_ai(embedded: Running, provider: str) -> None:
+    found = run("vercel_ai.mjs", embedded.url, provider)
+    check(found)
+    assert found["call"]["toolName"] == "get_weather"
+    assert set(found["call"]["input"]) == {"city"}
+    assert found["streamed_call"]["input"] == found["call"]["input"]
