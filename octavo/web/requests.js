@@ -50,8 +50,8 @@ function whyWaiting(seq, state) {
   const ahead = [...state.sequences.values()]
     .filter((other) => other.waits && other.state === "waiting")
     .at(-1);
-  if (ahead) return `it is behind ${nameOf(ahead)} in the queue`;
-  return seq.preempted ? seq.preempted.reason : "it waits for the next step";
+  if (ahead) return `behind ${nameOf(ahead)} in the queue`;
+  return seq.preempted ? seq.preempted.reason : "waiting for the next step";
 }
 
 // Returns the state in a word, and what stands below the meter.
@@ -59,12 +59,12 @@ function wordsOf(seq, state) {
   const extra = [seq.priority && `priority ${seq.priority}`, seq.tenant].filter(Boolean).join(", ");
   const size = `${plural(seq.prompt, "prompt token")}${extra ? `, ${extra}` : ""}`;
   if (seq.state === "compiling")
-    return ["compiling", `its structured output is compiled · ${size}`];
+    return ["compiling", `the structured output is being compiled · ${size}`];
   if (seq.ended !== undefined) {
     const reason = seq.answer ?? (seq.error || FINISH_REASONS[seq.reason] || seq.reason);
     if (seq.state === "refused") return [seq.state, reason];
     const times = seq.first_token
-      ? `, first after ${spell(seq.first_token - seq.arrival)}, all after ${spell(seq.ended - seq.arrival)}`
+      ? `, first token after ${spell(seq.first_token - seq.arrival)}, finished after ${spell(seq.ended - seq.arrival)}`
       : "";
     return [
       seq.state,
@@ -168,7 +168,7 @@ export function drawRequests(state, marks) {
   ];
   setText(
     byId("more-requests"),
-    live.length > SHOWN_LIVE ? `and ${plural(live.length - SHOWN_LIVE, "live request")} more` : "",
+    live.length > SHOWN_LIVE ? `${plural(live.length - SHOWN_LIVE, "more live request")} not listed` : "",
   );
   const hasPriorities = shown.some((seq) => seq.priority);
   const hasTenants = shown.some((seq) => seq.tenant);

@@ -27,7 +27,7 @@ export async function openSource(page, tools) {
     const lesson = await readLesson();
     const openRun = async (index) => {
       page.reset();
-      await openRecording(page, tools, await readRecording(index));
+      await openRecording(page, { ...tools, followLink: () => {} }, await readRecording(index));
     };
     if (lesson) openLesson(page, lesson, { openRun, openTab: tools.openTab });
     document.body.dataset.ready = "true";

@@ -185,7 +185,7 @@ const KEYS = [
   ["j, k", "the next and the previous request"],
   ["+ −", "zoom of the timeline"],
   ["Tab", "reaches the wall and the timeline; arrow keys move inside"],
-  ["Esc", "choose nothing"],
+  ["Esc", "clear the selection"],
   ["?", "this help"],
 ];
 
@@ -197,7 +197,7 @@ function showHelp() {
     element(
       "p",
       "",
-      "Every view shows one moment. While the page follows, it is the latest event. Pause, and use the slider or the arrow keys to look at any step before it.",
+      "All panels show the same moment. While the page is live, this is the latest event. Pause, then use the slider or the arrow keys to look at any earlier step.",
     ),
     element(
       "p",

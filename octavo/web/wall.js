@@ -23,7 +23,7 @@ import {
 } from "./draw.js";
 import { findOwners, freeList } from "./state.js";
 
-const LARGEST = 34;
+const LARGEST = 46;
 const SMALLEST = 2; // Sizes of a cell in pixels.
 const FLASH_MS = 900;
 const FLASHES = { copied: "prefill", evicted: "alarm", loaded: "tier", stored: "tier" };
@@ -339,7 +339,7 @@ const legend = byId("wall-legend");
 const numbers = {};
 for (const [name, words] of [
   ["used", "used"],
-  ["shared", "of them shared"],
+  ["shared", "shared (part of used)"],
   ["cached", "cached: number = order of eviction"],
   ["free", "free"],
 ]) {
@@ -355,7 +355,7 @@ export function drawLegend(state, found) {
   const rest = num_blocks - layout.limit;
   setText(
     byId("wall-what"),
-    `${count(num_blocks)} blocks of ${block_size} tokens.${rest > 0 && !byRequest ? ` The ${plural(rest, "block")} behind these were never used.` : ""}`,
+    `${count(num_blocks)} blocks of ${block_size} tokens.${rest > 0 && !byRequest ? ` ${plural(rest, "more block")} were never used and are not shown.` : ""}`,
   );
   byId("zoom").hidden = byRequest || (rest <= 0 && !isWhole);
   canvas.ariaLabel = `KV blocks: ${found.used} used, ${found.shared} of them shared, ${found.cached} cached, ${found.free} free`;

@@ -88,7 +88,7 @@ const RULES = {
     const missing = Math.max(needed - available, 0);
     return [
       paragraph(
-        `A request starts only if there are blocks for its whole first chunk. It needs ${plural(needed, "block")}; ${count(free)} are free and ${count(cached)} cached, so ${missing ? `${plural(missing, "block")} ${missing === 1 ? "is" : "are"} missing` : "there are enough by now: it starts with the next plan"}. ${plural(used, "block")} are held by:`,
+        `A request starts only if there are blocks for its whole first chunk. It needs ${plural(needed, "block")}. ${count(free)} are free and ${count(cached)} are cached, so ${missing ? `${plural(missing, "block")} ${missing === 1 ? "is" : "are"} missing` : "there are enough by now, and the next step can start it"}. ${plural(used, "block")} are held by:`,
       ),
       holders(state),
     ];
@@ -115,7 +115,7 @@ const RULES = {
   },
   "a sequence was preempted in this step": (seq, state) => [
     paragraph(
-      `In a step that preempts a sequence, no request is admitted. Otherwise the victim could come right back and take the blocks again. ${placeInQueue(seq, state)}`,
+      `In a step that preempts a sequence, no request is admitted. Otherwise the preempted sequence could be admitted at once and take the blocks back. ${placeInQueue(seq, state)}`,
     ),
   ],
   "a more urgent request goes first": (seq, state) => [
@@ -127,7 +127,7 @@ const RULES = {
     const other = state.sequences.get(seq.waits?.waits_for);
     return [
       paragraph(
-        "Another request is computing most of this prompt right now. It is cheaper to wait for those blocks and share them than to compute them twice. It waits for ",
+        "Another request is computing most of the same prompt. It is cheaper to wait for those blocks and share them than to compute them twice. It waits for ",
       ),
       chips(other ? [other] : []),
     ];
@@ -154,7 +154,7 @@ const RULES = {
   ],
   "it skips a step for an urgent prompt of its own priority": () => [
     paragraph(
-      "An urgent prompt is computed alone, because one more sequence may make the step slower. Equals of the prompt skip one step, never two in a row.",
+      "An urgent prompt is computed alone, because one more sequence may make the step slower. Sequences of the same priority skip one step, and never two in a row.",
     ),
   ],
   "there are too few free blocks for its next chunk": (seq, state) => [
@@ -200,8 +200,8 @@ function explainState(seq, state, page) {
         heading(title),
         paragraph(
           seq.preempted
-            ? `It was preempted in step ${count(seq.preempted.step)} and is back in the queue. The next plan decides whether it starts again.`
-            : "It has just arrived. The next plan decides whether it starts.",
+            ? `It was preempted in step ${count(seq.preempted.step)} and is back in the queue. The scheduler decides in the next step whether it starts again.`
+            : "It has just arrived. The scheduler decides in the next step whether it starts.",
         ),
       ];
     }
@@ -281,7 +281,7 @@ function explainEnd(seq, state) {
   return [
     heading(seq.state === "refused" ? "Why was it refused?" : "How did it end?"),
     paragraph(
-      `${words}: ${reason}. It had ${plural(seq.generated, "token")} of reply${seq.first_token ? `, the first after ${spell(seq.first_token - seq.arrival)}` : ""}, and took ${spell(seq.ended - seq.arrival)} in total.`,
+      `${words}: ${reason}. It generated ${plural(seq.generated, "token")}${seq.first_token ? `, the first after ${spell(seq.first_token - seq.arrival)}` : ""}, and ended ${spell(seq.ended - seq.arrival)} after its arrival.`,
     ),
     sourceOf(state, seq.error),
   ];
@@ -293,7 +293,7 @@ function explainCache(seq, state, page) {
   const found = [
     heading("What was cached?"),
     paragraph(
-      `At its ${seq.preemptions ? "last " : ""}admission, in step ${count(admitted.step)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache. It was not more, because ${admitted.match_end}.`,
+      `At its ${seq.preemptions ? "last " : ""}admission, in step ${count(admitted.step)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache. Reason why there were no more: ${admitted.match_end}.`,
     ),
   ];
   if (admitted.missing) {
@@ -326,14 +326,14 @@ function explainPreemptions(seq, page) {
     const index = page.history.indexOfTime(mark.time);
     const cost = again
       ? `It waited ${spell(again.time - mark.time)}. Of its ${plural(span?.positions ?? 0, "position")}, ${count(again.cached)} were still cached${again.loaded ? ` (${plural(again.loaded, "block")} loaded from host memory)` : ""} and ${count(again.recomputed)} had to be computed again.`
-      : "It still waits.";
+      : "It is still waiting.";
     found.push(
       element(
         "li",
         "",
         link(`step ${count(mark.step)}`, index),
         `: ${mark.reason}`,
-        other && other.id !== seq.id ? ", and its place was needed by " : "",
+        other && other.id !== seq.id ? ", to make room for " : "",
         other && other.id !== seq.id ? chip(other) : "",
         `. ${cost}`,
       ),
@@ -369,7 +369,7 @@ function lifeOf(seq, page) {
       ),
     );
   }
-  return events.length ? [heading("Its life"), list] : [];
+  return events.length ? [heading("History of this request"), list] : [];
 }
 
 function explainSequence(seq, page) {
@@ -470,9 +470,9 @@ function explainNothing(page) {
       "Choose a request, a block or a step, and this panel explains what happens to it and why.",
     ),
   ];
-  if (waiting.length) found.push(heading("These requests wait"), chips(waiting));
-  if (often.length) found.push(heading("These were preempted again and again"), chips(often));
-  found.push(heading("What is what"), terms());
+  if (waiting.length) found.push(heading("Waiting requests"), chips(waiting));
+  if (often.length) found.push(heading("Preempted several times"), chips(often));
+  found.push(heading("Terms"), terms());
   return found;
 }
 

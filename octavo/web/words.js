@@ -62,9 +62,9 @@ export function describe(event, name) {
 }
 
 const writers = {
-  opened: () => "the page has the engine's state from here on",
+  opened: () => "the page is connected and has the state of the engine",
   restarted: () => "a new engine process has started with an empty cache",
-  gap: (e) => `${plural(e.missed ?? 0, "event")} not shown: this page was too slow`,
+  gap: (e) => `${plural(e.missed ?? 0, "event")} skipped, because this page was too slow`,
   settings: (e) =>
     Object.entries(e.settings)
       .map(([key, value]) => `${key} ${value}`)
@@ -91,11 +91,11 @@ const writers = {
     const decodes = e.decode ? e.decode.length : null;
     return (
       [
-        decodes === null ? "the same sequences decode" : decodes && `${decodes} decode`,
+        decodes === null ? "the same sequences decode as before" : decodes && `${decodes} decode`,
         prefill && `prefill ${prefill}`,
       ]
         .filter(Boolean)
-        .join(" + ") || "moves blocks"
+        .join(" + ") || "no tokens: the step only moves blocks"
     );
   },
   committed: (e) => `step ${e.of}: ${count((e.landed - e.started) / 1000)} ms`,
@@ -167,6 +167,6 @@ export class Names {
 
   letters(id) {
     const seq = this.seen.get(id);
-    return seq ? nameOf(seq) : "a request of earlier";
+    return seq ? nameOf(seq) : "an earlier request";
   }
 }

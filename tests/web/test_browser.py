@@ -1,0 +1,306 @@
+"""The page in a real browser, on a real server under load and on its recording: each view shows the
+state of the engine at the step that it shows. Needs playwright and Debian's chromium; `make
+test-browser` installs the former."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("playwright")
+
+from playwright.sync_api import Browser
+
+from octavo.core.event_recorder import read_recording
+from octavo.lessons.catalog import LESSONS
+from octavo.lessons.lesson import run_lesson
+from octavo.lessons.scenario import BASE_OPTIONS
+from octavo.llm import LLM
+from octavo.replay_server import ReplayServer
+from octavo.web_page import single_file
+from tests.core.stream_mirror import StreamMirror, named
+from tests.serve.running import Running, server
+from tests.tiny import model_dir
+from tests.web.browser import CHROMIUM, Watched, chromium
+from tests.web.million_events import record_many
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
+]
+SECRET = "a secret about the harbour"
+OVER = ("done", "failed", "aborted", "refused")
+WIDTHS = {1440: 900, 1024: 768, 390: 844}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recorded") / "events.jsonl"
+
+
+@pytest.fixture(scope="module")
+def watched_server(tmp_path_factory: pytest.TempPathFactory, recording: Path) -> Iterator[Running]:
+    """A server with so few blocks and slots that requests compete for them."""
+    engine = {
+        "max_model_len": 256,
+        "num_gpu_blocks_override": 30,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "swap_space": 0.001,
+        "record_events": str(recording),
+    }
+    with server(tmp_path_factory.mktemp("watched"), engine=engine) as found:
+        yield found
+
+
+def send_load(running: Running, rounds: int = 1) -> list[threading.Thread]:
+    """Send requests that share prompts, are forked, are preempted and are refused."""
+
+    def post(**fields: Any) -> None:
+        body = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.5, **fields}
+        running.post("/v1/completions", body)
+
+    bodies: list[dict[str, Any]] = []
+    for index in range(rounds):
+        bodies += [{"prompt": f"{SECRET} {n} {index}" * 3} for n in range(4)]
+        bodies += [{"prompt": f"{index} another text " * 4, "n": 3, "max_tokens": 40}]
+        bodies += [{"prompt": "long " * 40, "max_tokens": 50}]
+        bodies += [{"prompt": "x", "max_tokens": 100_000}]
+    threads = [threading.Thread(target=post, kwargs=body) for body in bodies]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def mirror_at(recording: bytes, number: int) -> StreamMirror:
+    """Return the state of the engine after an event, read off the recording in Python."""
+    lines = [json.loads(line) for line in recording.splitlines()]
+    mirror = StreamMirror(lines[0])
+    for line in lines[1:]:
+        if line[0] != "snapshot" and line[1] <= number:
+            mirror.apply(line)
+    return mirror
+
+
+def letters(name: int) -> str:
+    """Return the letters of a request, as colours.js makes them."""
+    place = name - 1
+    if place < 26:
+        return chr(65 + place)
+    return chr(64 + place // 26) + chr(65 + place % 26)
+
+
+def names_of(recording: bytes) -> dict[int, str]:
+    """Return sequence id -> the name that the page shows."""
+    names: dict[int, str] = {}
+    for line in map(json.loads, recording.splitlines()):
+        if line[0] == "arrived":
+            event = named(line)
+            names[event["seq"]] = letters(event["name"])
+        elif line[0] == "forked":
+            event = named(line)
+            names[event["seq"]] = f"{names[event['parent']].partition('.')[0]}.{event['index']}"
+    return names
+
+
+def compare(watched: Watched, recording: bytes) -> StreamMirror:
+    """Compare the table, the wall and the sums of a page that stands still with the engine."""
+    views = watched.views()
+    mirror = mirror_at(recording, views["number"])
+    assert mirror.step == views["step"]
+    assert f"step {mirror.step:,}" in views["clock"]
+    names = names_of(recording)
+    live = {names[seq]: state for seq, state in mirror.states.items()}
+    words = [(row["name"], row["state"].split(" ")[0]) for row in views["rows"]]
+    shown = {name: word for name, word in words if word not in OVER}
+    assert shown.keys() == live.keys()
+    for name, state in live.items():
+        assert (shown[name] in ("waiting", "preempted")) == (state == "waiting"), name
+    owners: dict[int, set[str]] = {}
+    for seq, table in mirror.tables.items():
+        if seq in mirror.states:
+            for block in filter(None, table):
+                owners.setdefault(block, set()).add(names[seq])
+    compare_wall(watched.tips(), owners, mirror)
+    used = sum(count > 0 for count in mirror.references.values())
+    assert views["sum"].startswith(f"{used} used +") and views["sum"].endswith("✓")
+    assert views["checks"]["failed"] == 0, views["checks"]
+    return mirror
+
+
+def compare_wall(tips: dict[str, str], owners: dict[int, set[str]], mirror: StreamMirror) -> None:
+    for block in range(1, mirror.about["num_blocks"] + 1):
+        words = tips.get(f"block {block}")
+        if words is None:
+            assert block not in owners, "a used block is not shown"
+            continue
+        if block in owners:
+            found = set(re.findall(r"([A-Z]+(?:\.\d+)?) \(", words))
+            assert found == owners[block], (block, words)
+        elif not mirror.references[block]:
+            kind = "cached" if block in mirror.contents else "free"
+            assert words.startswith(kind), (block, words)
+
+
+def test_a_live_page_shows_the_state_of_the_engine(
+    watched_server: Running, recording: Path, browser: Browser
+) -> None:
+    early = Watched(browser, watched_server.url)
+    early.page.wait_for_function("document.getElementById('status').dataset.state === 'ready'")
+    threads = send_load(watched_server, rounds=2)
+    preempted = False
+    for _ in range(5):
+        early.page.wait_for_timeout(400)
+        early.page.click("#pause")
+        mirror = compare(early, read_recording(recording))
+        preempted |= mirror.kinds["preempted"] > 0
+        early.page.click("#pause")
+    for thread in threads:
+        thread.join(60)
+    early.page.wait_for_timeout(600)
+    assert preempted, "the load must be heavy enough"
+    early.page.click("#tab-events")
+    late = Watched(browser, watched_server.url)
+    late.page.wait_for_function("document.getElementById('rows').children.length > 5")
+    late.page.click("#tab-events")
+    for step in (20, 60, 100):
+        for watched in (early, late):
+            watched.go_to(step)
+        one, two = early.views(), late.views()
+        assert one["rows"] == two["rows"] and one["log"] == two["log"] and one["sum"] == two["sum"]
+        assert one["log"], "the log is empty"
+    for watched in (early, late):
+        assert watched.errors == []
+        assert all(address.startswith(watched_server.url) for address in watched.addresses)
+        assert SECRET not in watched.page.content()
+        watched.close()
+
+
+def test_a_replayed_page_shows_the_state_of_the_engine(
+    watched_server: Running, recording: Path, browser: Browser
+) -> None:
+    for thread in send_load(watched_server):
+        thread.join(60)
+    lines = read_recording(recording)
+    with replayed([lines]) as address:
+        watched = Watched(browser, address)
+        watched.page.wait_for_selector("body[data-ready]")
+        steps = sorted({json.loads(line)[2] for line in lines.splitlines()})
+        for step in steps[2 :: len(steps) // 6]:
+            watched.go_to(step)
+            compare(watched, lines)
+        watched.page.click("#tab-events")
+        for group in ("steps", "blocks", "tiers"):
+            watched.page.click(f"#filters button:has-text('{group}')")
+        log = watched.views()["log"]
+        numbers = [int(re.match(r"[\d,]+(?=step)", line)[0].replace(",", "")) for line in log]  # type: ignore[index]
+        assert numbers == sorted(numbers, reverse=True), "the log is in the order of the events"
+        assert watched.errors == []
+        watched.close()
+
+
+class replayed:
+    """A replay server for the time of a with block."""
+
+    def __init__(self, recordings: list[bytes], lesson: str = ""):
+        self.server = ReplayServer(recordings, 0, lesson)
+        self.thread = threading.Thread(target=self.server.serve_forever)
+
+    def __enter__(self) -> str:
+        self.thread.start()
+        return self.server.url
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_runs_in_the_browser(name: str, browser: Browser, lesson_llm: LLM) -> None:
+    lesson = LESSONS[name]
+    run = run_lesson(lesson_llm, lesson)
+    with replayed(run.recordings, run.to_json()) as address:
+        watched = Watched(browser, address, reduced_motion="reduce")
+        page = watched.page
+        page.wait_for_selector("body[data-ready]")
+        assert not page.is_visible("#transport"), "the run is shown after the prediction"
+        assert page.locator("#rows tr").count() == 0
+        page.locator(".choices button").nth(lesson.answer).click()
+        page.wait_for_selector("text=Your prediction was right.")
+        moments = run.revealed.moments
+        assert page.locator("#lesson li").count() == len(moments)
+        for index, moment in enumerate(moments):
+            page.locator("#lesson li button").nth(index).click()
+            page.wait_for_function(
+                "step => document.getElementById('clock').textContent.startsWith(`step ${step} `)",
+                arg=str(moment.step),
+            )
+            compare(watched, run.recordings[moment.run])
+        assert watched.errors == []
+        watched.close()
+
+
+@pytest.fixture(scope="module")
+def lesson_llm() -> LLM:
+    return LLM(model_dir("llama"), **BASE_OPTIONS)
+
+
+def test_a_single_file_works_without_a_server(
+    watched_server: Running, recording: Path, browser: Browser, tmp_path: Path
+) -> None:
+    for thread in send_load(watched_server):
+        thread.join(60)
+    file = tmp_path / "run.html"
+    file.write_text(single_file([read_recording(recording)]))
+    watched = Watched(browser, file.as_uri())
+    watched.page.wait_for_selector("body[data-ready]")
+    watched.page.click("#rows tr")
+    assert watched.page.is_visible("#why h2")
+    assert watched.errors == []
+    assert all(address.startswith(("file:", "data:")) for address in watched.addresses)
+    watched.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_every_width(
+    width: int, scheme: Any, watched_server: Running, browser: Browser, tmp_path: Path
+) -> None:
+    """The pictures stay in pytest's folder, to be looked at."""
+    size = {"width": width, "height": WIDTHS[width]}
+    watched = Watched(browser, watched_server.url, viewport=size, color_scheme=scheme)
+    watched.page.wait_for_function("document.getElementById('status').dataset.state === 'ready'")
+    threads = send_load(watched_server)
+    watched.page.wait_for_timeout(900)
+    watched.page.click("#pause")
+    overflow = watched.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    assert overflow <= 0, "the page scrolls to the side"
+    watched.page.screenshot(path=str(tmp_path / f"{width}-{scheme}.png"), full_page=True)
+    for thread in threads:
+        thread.join(60)
+    watched.close()
+
+
+def test_a_million_events_open_within_five_seconds(browser: Browser) -> None:
+    with replayed([record_many(1_000_000)]) as address:
+        watched = Watched(browser, address)
+        watched.page.wait_for_selector("body[data-ready]", timeout=60_000)
+        seconds = watched.page.evaluate("performance.now()") / 1000
+        print(f"a million events opened after {seconds:.1f} s")
+        assert seconds < 5
+        assert "1,000,0" in watched.page.inner_text("#seen")
+        assert watched.errors == []
+        watched.close()
