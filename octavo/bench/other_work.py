@@ -15,7 +15,7 @@ from octavo.process_usage import cpu_time_of_cores, read_usage
 Figure = TypeVar("Figure")
 # A measurement is repeated if other programs used more than this share of the cores meanwhile.
 MOST_OTHER_WORK = 0.08
-LOOK_SECONDS = 0.3  # to see whether other programs compute
+SAMPLE_SECONDS = 0.3  # to see whether other programs compute
 MOST_WAIT_SECONDS = 10.0  # for other programs to pause, before each attempt
 MOST_SECONDS = 20.0  # after which nothing is repeated
 
@@ -52,7 +52,7 @@ def wait_for_others(pids: tuple[int, ...]) -> None:
     end = time.monotonic() + MOST_WAIT_SECONDS
     while time.monotonic() < end:
         others = OtherWork(*pids)
-        time.sleep(LOOK_SECONDS)
+        time.sleep(SAMPLE_SECONDS)
         if others.share() <= MOST_OTHER_WORK:
             return
 

@@ -55,7 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compare, "WORKER", worker)
     monkeypatch.setattr(compare, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(OtherWork, "share", lambda self: 0.0)
-    monkeypatch.setattr(other_work, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(other_work, "SAMPLE_SECONDS", 0.0)
 
 
 def test_engines_take_turns_and_those_that_fail_are_named(octavo: Octavo, tmp_path: Path) -> None:
