@@ -217,6 +217,7 @@ class LLM:
             "architecture": self.config.architecture,
             "dtype": str(self.model_dtype).removeprefix("torch."),
             "device": str(self.device),
+            "weights": self.weights_summary,
         }
         text = None
         if options.show_text and self.tokenizer is not None:

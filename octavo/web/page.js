@@ -223,7 +223,7 @@ function drawHead() {
   byId("model").dataset.about = about.stream;
   byId("model").replaceChildren(
     element("b", "", about.model ?? "recording"),
-    ` · ${[about.architecture, about.dtype, about.device].filter(Boolean).join(", ")} · ${new Date(1000 * about.unix_time).toLocaleString()}`,
+    ` · ${[about.architecture, about.weights || about.dtype, about.device].filter(Boolean).join(", ")} · ${new Date(1000 * about.unix_time).toLocaleString()}`,
   );
 }
 

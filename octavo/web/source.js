@@ -118,7 +118,7 @@ function showServer({ server, model }) {
   if (!model) return;
   const facts = [
     model.architecture,
-    `${model.dtype} on ${model.device}`,
+    `${model.weights || model.dtype} on ${model.device}`,
     model.speculative && `speculative ${model.speculative}`,
     `Octavo ${server.version}`,
   ];

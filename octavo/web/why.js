@@ -290,10 +290,12 @@ function explainEnd(seq, state) {
 function explainCache(seq, state, page) {
   const { admitted } = seq;
   if (!admitted) return [];
+  const isShort = admitted.tokens <= state.about.block_size;
+  const reason = isShort ? "only full blocks are cached, and it is shorter" : admitted.match_end;
   const found = [
     heading("What was cached?"),
     paragraph(
-      `At its ${seq.preemptions ? "last " : ""}admission, in step ${count(admitted.step)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache. Reason why there were no more: ${admitted.match_end}.`,
+      `At its ${seq.preemptions ? "last " : ""}admission, in step ${count(admitted.step)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache. Reason why there were no more: ${reason}.`,
     ),
   ];
   if (admitted.missing) {

@@ -158,7 +158,7 @@ def test_a_live_page_shows_the_state_of_the_engine(
     watched_server: Running, recording: Path, browser: Browser
 ) -> None:
     early = Watched(browser, watched_server.url)
-    early.page.wait_for_function("document.getElementById('status').dataset.state === 'ready'")
+    early.page.wait_for_selector("#status[data-state=ready]")
     threads = send_load(watched_server, rounds=2)
     preempted = False
     for _ in range(5):
@@ -173,7 +173,7 @@ def test_a_live_page_shows_the_state_of_the_engine(
     assert preempted, "the load must be heavy enough"
     early.page.click("#tab-events")
     late = Watched(browser, watched_server.url)
-    late.page.wait_for_function("document.getElementById('rows').children.length > 5")
+    late.page.wait_for_selector("#rows tr:nth-child(6)")
     late.page.click("#tab-events")
     for step in (20, 60, 100):
         for watched in (early, late):
@@ -282,7 +282,7 @@ def test_the_page_fits_every_width(
     """The pictures stay in pytest's folder, to be looked at."""
     size = {"width": width, "height": WIDTHS[width]}
     watched = Watched(browser, watched_server.url, viewport=size, color_scheme=scheme)
-    watched.page.wait_for_function("document.getElementById('status').dataset.state === 'ready'")
+    watched.page.wait_for_selector("#status[data-state=ready]")
     threads = send_load(watched_server)
     watched.page.wait_for_timeout(900)
     watched.page.click("#pause")
