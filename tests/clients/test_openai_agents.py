@@ -41,11 +41,11 @@ def agent(embedded: Running, **options: Any) -> Any:
 
 
 def test_a_run_and_its_stream(embedded: Running) -> None:
-    whole = asyncio.run(Runner.run(agent(embedded, instructions="Be brief."), QUESTION))
+    whole = asyncio.run(Runner.run(agent(embedded, instructions="Answer in one word."), QUESTION))
     assert "Paris" in whole.final_output
 
     async def streamed() -> tuple[str, list[str]]:
-        run = Runner.run_streamed(agent(embedded, instructions="Be brief."), QUESTION)
+        run = Runner.run_streamed(agent(embedded, instructions="Answer in one word."), QUESTION)
         kinds = [event.data.type async for event in run.stream_events() if hasattr(event, "data")]
         return run.final_output, kinds
 

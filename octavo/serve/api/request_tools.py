@@ -281,7 +281,8 @@ def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> Choic
     if isinstance(choice, dict) and kind == "allowed_tools":
         return check_allowed(choice.get("allowed_tools", choice), names)
     function = choice.get("function") if isinstance(choice, dict) else None
-    if kind != "function" or not isinstance(function, dict):
+    # huggingface_hub leaves the type of a function out.
+    if kind not in ("function", None) or not isinstance(function, dict):
         raise invalid_field("tool_choice", f"tool_choice must be {CHOICES}")
     name = check_name(function.get("name"), names, "tool_choice.function.name")
     return Choice("required", (name,), is_single=True)
