@@ -100,7 +100,7 @@ class ThreadPool:
         for index in range(1, threads):
             thread_arguments = (self.address, index)
             threading.Thread(
-                target=entry_points.run_worker,
+                target=entry_points.run_thread,
                 args=thread_arguments,
                 daemon=True,
                 name=f"octavo-cpu-{index}",
@@ -115,7 +115,7 @@ class ThreadPool:
         self.state[barrier.JOB] = job.ctypes.data
         self.state[barrier.PHASES] = phases
         self.state[barrier.COUNTERS] = self.memory("counters", phases * barrier.COUNTER_BYTES)
-        self.entry_points.run_leader(self.address)
+        self.entry_points.run_thread(self.address, 0)
 
     def memory(self, name: str, num_bytes: int) -> int:
         """Return the address of at least num_bytes bytes, 64-byte aligned.

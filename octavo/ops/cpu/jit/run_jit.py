@@ -43,7 +43,7 @@ from octavo.ops.cpu.jit.draft_jit import draft, follow
 from octavo.ops.cpu.jit.llvm_intrinsics import field, inner, kernel
 from octavo.ops.cpu.jit.step_jit import run_step
 
-__all__ = ["decoder_jit", "draft_jit", "run_leader", "run_worker", "step_jit"]
+__all__ = ["decoder_jit", "draft_jit", "run_thread", "step_jit"]
 
 INT = types.int64
 NOTHING = types.void
@@ -91,22 +91,25 @@ def run_job(state: int, number: int) -> None:
         run_step(worker, job)
 
 
-@kernel(NOTHING(INT))
-def run_leader(state: int) -> None:
-    """Start a job and do the calling thread's part. Return when all threads have left the job."""
-    thread_barrier.open_job(state)
-    run_job(state, 0)
-    thread_barrier.close_job(state)
-
-
 @kernel(NOTHING(INT, INT))
-def run_worker(state: int, number: int) -> None:
-    """Run jobs until the pool stops."""
+def run_thread(state: int, number: int) -> None:
+    """Run jobs in one thread of the pool.
+
+    Thread 0 starts a job, does its part, and returns when all threads have left the job. The others
+    run jobs until the pool stops. This is one kernel, because every kernel with run_job() would be
+    compiled with all of its code.
+    """
     last_job = 0
     while True:
-        last_job = thread_barrier.wait_for_job(state, last_job)
-        if field(state, thread_barrier.STOP) != 0:
-            return
-        if thread_barrier.enter(state, last_job):
+        if number == 0:
+            thread_barrier.open_job(state)
+        else:
+            last_job = thread_barrier.wait_for_job(state, last_job)
+            if field(state, thread_barrier.STOP) != 0:
+                return
+        if number == 0 or thread_barrier.enter(state, last_job):
             run_job(state, number)
+        if number == 0:
+            thread_barrier.close_job(state)
+            return
         thread_barrier.leave(state)
