@@ -62,10 +62,15 @@ def test_an_interrupt_leaves_a_partial_result(
         real(self, name)
 
     monkeypatch.setattr(ablation.Ablation, "measure", interrupted)
-    result = octavo(
-        *("bench", "ablation", tiny, "--repeat", 1, "--mechanisms", "kv-cache,prefix-cache"),
-        *("--json", tmp_path / "r.json"),
-    )
+    # An earlier test of the same process may have left another handler.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = octavo(
+            *("bench", "ablation", tiny, "--repeat", 1, "--mechanisms", "kv-cache,prefix-cache"),
+            *("--json", tmp_path / "r.json"),
+        )
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert result.exit_code == 130
     found = json.loads((tmp_path / "r.json").read_text())
     assert found["partial"] is True and found["stopped"] == "the bench was interrupted"
