@@ -19,6 +19,7 @@ from octavo.ops.kv import LARGEST, QuantKV, compress, expand
 from octavo.ops.reference import ReferenceOps
 from octavo.runner.kvstore import KVStore
 from tests.conftest import DEVICE
+from tests.marks import slow_after
 from tests.ops.test_reference import BATCHES, definition, draw, filled
 
 pytestmark = pytest.mark.parity
@@ -285,7 +286,7 @@ def triton_ops() -> Any:
 
 
 @CODES
-@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("window", slow_after(1, [5, 0]))
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "slack"),
     [(2, 2, 16, 0), (6, 2, 32, 3), (4, 1, 8, 19), (9, 3, 64, 0), (4, 2, 80, 0)],
@@ -314,7 +315,7 @@ DTYPES = (
 
 
 @CODES
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_after(1, DTYPES))
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize(("block", "dim"), [(8, 16), (64, 64), (64, 80), (64, 128), (64, 256)])
 def test_triton_attention_in_long_sequences(

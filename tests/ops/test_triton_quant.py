@@ -17,6 +17,7 @@ from octavo.model.dequant import CODED
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import JoinedWeight, QuantWeight
 from tests.conftest import DEVICE
+from tests.marks import slow_after
 from tests.ops.test_reference import draw
 
 pytest.importorskip("triton")
@@ -78,7 +79,7 @@ def rounded(x: Tensor, weight: QuantWeight) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", ROWS)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_after(4, FORMATS))
 def test_linear(name: str, shape: tuple[int, int]) -> None:
     weight = quantized(name, *shape)
     ready, bias = TRITON.pack(weight), random(shape[0], seed=2, dtype=HALF)
@@ -143,17 +144,20 @@ WAYS = [
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(
     "name",
-    [
-        "int8",
-        "fp8",
-        "int8-g32",
-        "int4-g128",
-        "int4-g64",
-        "int4-g32-asym",
-        "int4-g32-asym-f32",
-        "int8-g16-f32",
-        "int8-g16-asym-f32",
-    ],
+    slow_after(
+        4,
+        [
+            "int8",
+            "fp8",
+            "int4-g64",
+            "int8-g16-asym-f32",
+            "int8-g32",
+            "int4-g128",
+            "int4-g32-asym",
+            "int4-g32-asym-f32",
+            "int8-g16-f32",
+        ],
+    ),
 )
 def test_every_way_gives_the_same(name: str, how: packed.How) -> None:
     weight = quantized(name, 40, 600)
