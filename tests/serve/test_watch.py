@@ -21,6 +21,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from octavo.core.event_recorder import read_recording
+from octavo.serve.channel.messages import WatchEvents
+from octavo.serve.endpoints import live_feed
 from octavo.serve.endpoints.live_feed import WatchEndpoint
 from octavo.serve.endpoints.live_page import PAGE
 from octavo.serve.front.event_buffer import EventBuffer, EventReader
@@ -359,6 +361,29 @@ def test_a_watcher_that_reads_nothing_holds_up_nobody_and_is_left() -> None:
 
     received, seconds, watching = asyncio.run(run())
     assert received >= 20 and 0.6 < seconds < 3 and watching == 1
+
+
+def test_a_page_opened_as_the_grace_time_ends_keeps_its_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_feed, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(live_feed, "INTERVAL", 0.2)
+
+    async def run() -> None:
+        endpoint = WatchEndpoint(Front(ServeConfig()))
+        sent: list[Any] = []
+        monkeypatch.setattr(endpoint.front.client.supervisor, "send", sent.append)
+        task = asyncio.create_task(endpoint._watch_engine())
+        await asyncio.sleep(0.1)  # The grace time is over, and the task sleeps.
+        page: Any = object()
+        endpoint.watchers.add(page)
+        await asyncio.sleep(0.3)
+        assert not task.done() and not sent
+        endpoint.watchers.remove(page)
+        await asyncio.wait_for(task, timeout=5)
+        assert sent == [WatchEvents(False)]
+
+    asyncio.run(run())
 
 
 def test_watchers_are_bounded(running: Running) -> None:

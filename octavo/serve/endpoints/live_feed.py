@@ -140,7 +140,9 @@ class WatchEndpoint:
         supervisor = client.supervisor
         client.reports_refusals = True
         seen_at = time.monotonic()
-        while time.monotonic() - seen_at < GRACE_SECONDS:
+        # Nothing may be awaited between the check that no page is open and the end of the task: a
+        # page that is opened in between would not start another task.
+        while self.watchers or time.monotonic() - seen_at < GRACE_SECONDS:
             if self.watchers:
                 seen_at = time.monotonic()
             if supervisor.phase == "ready" and self.watched_start != supervisor.starts:
