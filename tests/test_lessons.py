@@ -54,6 +54,17 @@ def test_the_runs_of_a_lesson_show_what_its_answer_says(
         assert len(lines) > len(lesson.runs[0].arrivals) and max(map(len, lines)) <= 81
 
 
+@pytest.mark.slow
+def test_lessons_hold_with_the_embedded_model() -> None:
+    """It has a draft head, which a lesson must not use unless it says so."""
+    llm = LLM("smollm2", **BASE_OPTIONS)
+    for lesson in LESSONS.values():
+        run = run_lesson(llm, lesson)
+        assert run.revealed.is_as_predicted, run.revealed.text
+        has_drafts = any(facts.drafts[0] for facts in run.facts)
+        assert has_drafts == (lesson.name == "speculation"), lesson.name
+
+
 def test_there_is_a_lesson_for_each_mechanism() -> None:
     assert len(LESSONS) >= 10
 

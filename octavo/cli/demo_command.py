@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 # So few blocks, slots and tokens that a handful of requests compete for them.
 DEMO_OPTIONS = EngineOptions(
-    max_model_len=1024,
-    num_gpu_blocks_override=100,
+    max_model_len=768,
+    num_gpu_blocks_override=64,
     max_num_seqs=6,
     max_num_batched_tokens=96,
     swap_space=0.03,
     scheduling_policy="priority",
     show_text=True,
+    speculative_config=None,  # A step gives each request one token, which is easier to follow.
 )
 
 

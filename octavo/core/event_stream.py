@@ -85,7 +85,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "finished": ("seq", "reason", "generated"),
     "failed": ("seq", "error", "generated"),
     # steps; `of` is the number of the step that the line is about
-    "planned": ("budget", "chunks", "decode", "drafts", "urgent"),
+    "planned": ("budget", "chunks", "decode", "drafts", "urgent", "untried"),
     "landed": ("of", "tokens", "text"),
     "committed": ("of", "started", "planned", "launched", "wait_began", "landed", "done",
                   "device", "beams"),
@@ -152,6 +152,7 @@ class EventStream:
         self.numbers = StreamNumbers(0.0)
         self.pieces: dict[int, TextPieces] = {}  # by Sequence.id
         self.decode: list[int] | None = None  # the sequences that decode in the latest plan
+        self.left_waiting: set[int] = set()  # Sequence.id that NotAdmitted names before a plan
         self.records: list[tuple[Any, ...]] = []  # the lines to come, not yet encoded
         self.number = 0  # of the last event that became a line
         self.bytes_left = 0  # until the next snapshot
@@ -320,12 +321,12 @@ class EventStream:
     def _on_wait(self, event: NotAdmitted) -> None:
         """Add a line, unless the sequence waits for the same reason as after the last plan."""
         seq = event.seq
-        known = self.numbers.reasons.get(seq.id)
-        why = (seq.id, event.reason, event.needed_blocks, event.waits_for)
-        if known is None or known[:4] != why:
-            values = (*why, self.scheduler.waiting.index(seq))
-            self.numbers.reasons[seq.id] = values
-            self._add("waiting", event, *values)
+        self.left_waiting.add(seq.id)
+        num_ahead = self.scheduler.waiting.index(seq)
+        why = (seq.id, event.reason, event.needed_blocks, event.waits_for, num_ahead)
+        if self.numbers.reasons.get(seq.id) != why:
+            self.numbers.reasons[seq.id] = why
+            self._add("waiting", event, *why)
 
     def _on_pause(self, event: NotPlanned) -> None:
         self._add("unplanned", event, event.seq.id, event.reason, event.needed_blocks)
@@ -366,7 +367,17 @@ class EventStream:
         if plan.num_drafts:
             drafts = [item.num_drafts for item in plan.items if item.start is None]
         listed = None if same else decode
-        self._add("planned", event, event.token_budget, chunks, listed, drafts, int(plan.urgent))
+        details = (chunks, listed, drafts, int(plan.urgent), self._take_untried())
+        self._add("planned", event, event.token_budget, *details)
+
+    def _take_untried(self) -> list[int] | None:
+        """Forget the reasons of sequences that this plan did not try. Return the sequences."""
+        reasons = self.numbers.reasons
+        untried = [seq_id for seq_id in reasons if seq_id not in self.left_waiting]
+        for seq_id in untried:
+            del reasons[seq_id]
+        self.left_waiting.clear()
+        return untried or None
 
     def _is_last(self, item: Item) -> bool:
         """Return whether a chunk is the last of its prompt. A request for embeddings does not

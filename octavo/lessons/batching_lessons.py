@@ -154,7 +154,11 @@ def _reveal_speculation(runs: Sequence[RunFacts]) -> Reveal:
         Moment(0, plain.of("A").last_step // 2, "A", "one token per step"),
         Moment(1, speculative.best_draft_step, "A", "several tokens in one step"),
     ]
-    is_right = plain.text_of("A") == speculative.text_of("A") and speculative.steps <= plain.steps
+    is_right = (
+        plain.text_of("A") == speculative.text_of("A")
+        and plain.drafts[0] == 0
+        and speculative.steps <= plain.steps
+    )
     return Reveal(text, moments, is_right)
 
 

@@ -214,7 +214,7 @@ SWAP = Lesson(
             {"num_gpu_blocks_override": 19, "max_num_batched_tokens": 192, "swap_space": 0.05},
         ),
     ),
-    question="How many tokens are computed again when host memory is there?",
+    question="How many tokens are computed again in the second run, compared with the first?",
     choices=("none", "fewer, but not none", "as many", "more"),
     answer=1,
     reveal=_reveal_swap,

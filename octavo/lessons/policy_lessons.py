@@ -56,13 +56,14 @@ def _last_of_ann(run: RunFacts) -> int:
 FAIRNESS = Lesson(
     name="fairness",
     title="Policies: first come, first served is not fair",
-    intro="Ann sends six requests at once. One step later, ben sends one. There are two batch "
-    "slots. The first run uses the policy fcfs (first come, first served), the second uses fair.",
+    intro="The tenant ann sends six requests at once. One step later, the tenant ben sends one. "
+    "There are two batch slots. The first run uses the policy fcfs (first come, first served), the "
+    "second uses fair.",
     runs=(
         Scenario("fcfs", _TENANTS, _TWO_SLOTS),
         Scenario("fair", _TENANTS, {**_TWO_SLOTS, "scheduling_policy": "fair"}),
     ),
-    question="As which of the seven requests does ben's start, under fcfs and under fair?",
+    question="At which place of the seven requests does ben's start, under fcfs and under fair?",
     choices=("7th and 7th", "7th and 1st", "7th and 4th", "2nd and 2nd"),
     answer=2,
     reveal=_reveal_fairness,

@@ -36,6 +36,7 @@ BASE_OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "num_gpu_blocks_override": 64,
     "show_text": True,
+    "speculative_config": None,  # A model with a draft head would otherwise use it.
 }
 MAX_STEPS = 2000  # No scenario takes as many.
 

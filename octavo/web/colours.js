@@ -45,13 +45,8 @@ export const nameOf = (seq) =>
   seq.name ? letters(seq.name) + (seq.index ? `.${seq.index}` : "") : "–";
 
 // Returns the colour of a sequence and its pattern: plain, stripes, dots or crosses.
-export function lookOf(label) {
-  const place = ((label % 24) + 24) % 24;
-  const colour = place % 12;
-  const pattern =
-    place < 12 ? (STRIPED[colour] ? "stripes" : "plain") : STRIPED[colour] ? "crosses" : "dots";
-  return { colour: COLOURS[colour], pattern, ink: inkOn(COLOURS[colour]) };
-}
+export const lookOf = (label) => LOOKS[placeOf(label)];
+const placeOf = (label) => ((label % 24) + 24) % 24;
 
 // Returns the colour of text on a background.
 function inkOn(colour) {
@@ -61,7 +56,14 @@ function inkOn(colour) {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.2 ? "#10131a" : "#ffffff";
 }
 
-const patterns = new Map(); // colour and pattern -> CanvasPattern
+const LOOKS = Array.from({ length: 24 }, (_, place) => {
+  const colour = place % 12;
+  const pattern =
+    place < 12 ? (STRIPED[colour] ? "stripes" : "plain") : STRIPED[colour] ? "crosses" : "dots";
+  return { colour: COLOURS[colour], pattern, ink: inkOn(COLOURS[colour]) };
+});
+let patterns = []; // By the place of a look: CanvasPattern.
+let patternRatio = 0; // Device pixels per pixel for which the patterns were made.
 
 // Returns what a canvas fills the blocks of a sequence with. One that has not started has no
 // colour.
@@ -69,10 +71,11 @@ export function fillOf(context, label) {
   if (label < 0) return "transparent";
   const { colour, pattern, ink } = lookOf(label);
   if (pattern === "plain") return colour;
-  const ratio = context.getTransform().a;
-  const key = `${colour} ${pattern} ${ratio}`;
-  if (!patterns.has(key)) patterns.set(key, makePattern(context, colour, pattern, ink, ratio));
-  return patterns.get(key);
+  const ratio = window.devicePixelRatio || 1;
+  if (ratio !== patternRatio) [patterns, patternRatio] = [[], ratio];
+  const place = placeOf(label);
+  patterns[place] ??= makePattern(context, colour, pattern, ink, ratio);
+  return patterns[place];
 }
 
 function makePattern(context, colour, pattern, ink, ratio) {

@@ -24,7 +24,8 @@ export class History {
     this.snapshots = []; // { index, line }: the engine's own state after the line with this index.
     this.steps = []; // The index of the first line of each step.
     this.end = null; // The state after all lines.
-    this.checks = { done: 0, failed: 0, step: 0, found: [] }; // Comparisons with snapshots.
+    // Comparisons with snapshots: { stream, index, step, found }. `found` lists what differs.
+    this.checks = [];
     this.origin = 0; // Seconds since 1970 at time 0.
     this.offset = 0; // Microseconds between the first stream and the present one.
     this.streams = new Set(); // The names of all streams so far.
@@ -109,12 +110,17 @@ export class History {
 
   #check(before, about, snapshot, step) {
     const found = compareWithEngine(before, about, snapshot);
-    this.checks.done += 1;
-    this.checks.step = step;
-    if (!found.length) return;
-    this.checks.failed += 1;
-    this.checks.found = found;
-    console.error("The state of the page differs from the engine's.", found);
+    this.checks.push({ stream: about.stream, index: this.last, step, found });
+    if (found.length) console.error("The state of the page differs from the engine's.", found);
+  }
+
+  // Returns the check that says most about the state after a line of a stream: a failed check of
+  // the stream, or else the latest one up to this line. It is undefined if there is none.
+  checkOf(stream, index) {
+    const checks = this.checks.filter((check) => check.stream === stream);
+    return (
+      checks.find(({ found }) => found.length) ?? checks.findLast((check) => check.index <= index)
+    );
   }
 
   // Forgets about half of the lines. What is left begins with a snapshot.
@@ -130,6 +136,7 @@ export class History {
       ...this.keyframes.filter(({ index }) => index > start),
     ];
     this.snapshots = this.snapshots.filter(({ index }) => index >= start);
+    this.checks = this.checks.filter(({ index, found }) => index >= start || found.length);
     this.steps = this.steps.filter((index) => index >= start);
   }
 
@@ -233,6 +240,14 @@ function continueFrom(before, state, isNewEngine) {
   for (const [id, seq] of state.sequences) {
     const { text, reply, admitted, preempted } = before.sequences.get(id) ?? {};
     if (text !== undefined) Object.assign(seq, { text, reply, admitted, preempted });
+  }
+}
+
+// Adds `offset` to the number from which each request is named, in events and in snapshots.
+export function renameRequests(lines, offset) {
+  for (const line of lines) {
+    if (line[0] === "arrived") line[5] += offset;
+    else if (line[0] === "snapshot") for (const seq of line[5].sequences) seq.name += offset;
   }
 }
 

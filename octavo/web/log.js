@@ -47,7 +47,16 @@ export function drawLog(history, index, names, only = 0) {
     if (only && event.seq !== only) continue;
     found.push(line(event, at, names));
   }
+  if (!found.length)
+    found.push(element("li", "none", emptyWords(only, index - SEARCHED <= history.first)));
   list.replaceChildren(...found);
+}
+
+function emptyWords(only, isSearchedWhole) {
+  if (!shownGroups.size) return "No kind of event is chosen.";
+  const where = isSearchedWhole ? "Up to this step" : `In the last ${count(SEARCHED)} events`;
+  const whose = only ? " of the selected request" : "";
+  return `${where}, there is no event${whose} of this kind: ${[...shownGroups].join(", ")}.`;
 }
 
 function line(event, index, names) {

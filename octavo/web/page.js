@@ -5,7 +5,7 @@
 // the cursor is the latest event.
 
 import { letters } from "./colours.js";
-import { byId, element, onTheme, plural, readColours, setText } from "./draw.js";
+import { byId, count, element, onTheme, plural, readColours, setText } from "./draw.js";
 import { History } from "./history.js";
 import { drawLog, onLog } from "./log.js";
 import { drawMetrics } from "./metrics.js";
@@ -22,6 +22,7 @@ import { bindWhatIf } from "./whatif.js";
 import { drawWhy, onWhy } from "./why.js";
 import { describe, Names } from "./words.js";
 
+const isNarrow = matchMedia("(max-width: 760px)");
 const CALM_MS = 120; // Tables and numbers change at most this often.
 
 export const page = {
@@ -90,7 +91,11 @@ export const page = {
 
   select(selection, opensTab = true) {
     this.selection = selection;
-    if (opensTab && selection.kind !== "none") openTab("why");
+    if (opensTab && selection.kind !== "none") {
+      openTab("why");
+      // On a phone, the explanation is below the other panels.
+      if (isNarrow.matches) byId("side-panel").scrollIntoView({ block: "end" });
+    }
     showLink();
     redraw(true);
   },
@@ -150,12 +155,14 @@ byId("wider").addEventListener("click", () => timeline.zoomBy(1.7));
 byId("narrower").addEventListener("click", () => timeline.zoomBy(0.6));
 for (const [name, words] of [
   ["waiting", "waiting"],
+  ["cached", "cached"],
   ["prefill", "prefill"],
   ["decode", "decode"],
+  ["rejected", "rejected draft"],
   ["alarm", "preempted"],
   ["tier", "swapped"],
 ])
-  byId("timeline-legend").append(element("li", "", element("i", `key ${name}`), words));
+  byId("timeline-legend").append(element("li", name, element("i", `key ${name}`), words));
 
 // ---- drawing ------------------------------------------------------------------------------------
 
@@ -194,6 +201,7 @@ function draw(time) {
     drawWhy(page);
     followMine(state);
     followSettings(history.end);
+    byId("timeline-legend").classList.toggle("no-drafts", !state.counters.drafted);
     drawHead();
   } else redraw();
   if (isFlashing()) redraw();
@@ -201,20 +209,26 @@ function draw(time) {
 
 function drawFooter({ used, cached, free, total }) {
   const holds = used + cached + free === total;
-  const { checks } = page.history;
   setText(
     byId("sum"),
     `${used} used + ${cached} cached + ${free} free = ${total} blocks ${holds ? "✓" : "✗"}`,
   );
   byId("sum").className = holds ? "" : "bad";
-  const words = checks.failed
-    ? `the page differs from the engine, please report this: ${checks.found[0]}`
-    : checks.done
-      ? `state checked against the engine at step ${checks.step} ✓`
-      : "";
+  const { words, isBad } = describeCheck(page.history.checkOf(page.state.about.stream, page.index));
   setText(byId("checked"), words);
-  byId("checked").className = checks.failed ? "bad" : "";
+  byId("checked").className = isBad ? "bad" : "";
   setText(byId("seen"), plural(page.history.lines.length, "event"));
+}
+
+function describeCheck(check) {
+  if (!check) return { words: "", isBad: false };
+  const { step, found } = check;
+  return found.length
+    ? {
+        words: `✗ at step ${count(step)} the page differed from the engine, please report this: ${found[0]}`,
+        isBad: true,
+      }
+    : { words: `state checked against the engine at step ${count(step)} ✓`, isBad: false };
 }
 
 function drawHead() {

@@ -2,7 +2,7 @@
 
 import { chip, nameOf } from "./colours.js";
 import { byId, count, element, plural, setText, short, spell } from "./draw.js";
-import { countStates } from "./state.js";
+import { blockerOf, countStates, wordsOfReason } from "./state.js";
 import { FINISH_REASONS } from "./words.js";
 
 const SHOWN_LIVE = 120;
@@ -27,11 +27,14 @@ function newRow(key) {
   const note = element("div", "note");
   const bars = ["prompt", "generated", "computed", "cached"].map((kind) => element("i", kind));
   meter.append(...bars);
+  const word = element("span");
+  const often = element("small");
+  cells[1].append(word, often);
   cells[2].append(meter, note);
   for (const cell of cells.slice(3)) cell.className = "num";
   tr.append(...cells);
   tr.tabIndex = 0;
-  const row = { key, tr, cells, meter, bars, note, look: "" };
+  const row = { key, tr, cells, meter, bars, note, word, often, look: "" };
   tr.addEventListener("click", () => row.seq.id && select(row.seq.id));
   tr.addEventListener(
     "keydown",
@@ -46,11 +49,9 @@ function newRow(key) {
 
 // A plan gives a reason for the requests that it tried, and for the first that it did not try.
 function whyWaiting(seq, state) {
-  if (seq.waits) return seq.waits.reason;
-  const ahead = [...state.sequences.values()]
-    .filter((other) => other.waits && other.state === "waiting")
-    .at(-1);
-  if (ahead) return `behind ${nameOf(ahead)} in the queue`;
+  const blocker = blockerOf(seq, state);
+  if (blocker === seq) return wordsOfReason(seq.waits.reason, state);
+  if (blocker) return `behind ${nameOf(blocker)} in the queue`;
   return seq.preempted ? seq.preempted.reason : "waiting for the next step";
 }
 
@@ -63,13 +64,14 @@ function wordsOf(seq, state) {
   if (seq.ended !== undefined) {
     const reason = seq.answer ?? (seq.error || FINISH_REASONS[seq.reason] || seq.reason);
     if (seq.state === "refused") return [seq.state, reason];
-    const times = seq.first_token
-      ? `, first token after ${spell(seq.first_token - seq.arrival)}, finished after ${spell(seq.ended - seq.arrival)}`
-      : "";
-    return [
-      seq.state,
-      `${reason}: ${count(seq.prompt)} + ${plural(seq.generated, "token")}${times}`,
+    const parts = [
+      reason !== seq.state && reason,
+      `${count(seq.prompt)} prompt + ${count(seq.generated)} reply tokens`,
+      seq.first_token && `TTFT ${spell(seq.first_token - seq.arrival)}`,
+      `total ${spell(seq.ended - seq.arrival)}`,
+      seq.preemptions && `preempted ×${seq.preemptions}`,
     ];
+    return [seq.state, parts.filter(Boolean).join(" · ")];
   }
   if (seq.state === "waiting")
     return [seq.preemptions ? "preempted" : "waiting", `${whyWaiting(seq, state)} · ${size}`];
@@ -99,7 +101,10 @@ function fill(row, seq, state, marks) {
     seq.ended === undefined ? "" : "over",
   ].join(" ");
   row.cells[1].className = `state ${word}`;
-  setText(row.cells[1], word + (seq.preemptions > 1 ? ` ×${seq.preemptions}` : ""));
+  const isMarked = seq.preemptions && seq.ended === undefined;
+  setText(row.word, word);
+  setText(row.often, isMarked ? `preempted ×${seq.preemptions}` : "");
+  row.often.hidden = !isMarked || (word === "preempted" && seq.preemptions === 1);
   const limit = Math.max(seq.limit, seq.prompt + seq.generated, 1);
   const part = (n) => `${Math.min(100, (100 * n) / limit).toFixed(2)}%`;
   const computed = Math.min(seq.computed + seq.dropped, seq.prompt);

@@ -119,7 +119,7 @@ function showServer({ server, model }) {
   const facts = [
     model.architecture,
     `${model.weights || model.dtype} on ${model.device}`,
-    model.speculative && `speculative ${model.speculative}`,
+    model.speculative && `drafts: ${model.speculative.split(",")[0]}`,
     `Octavo ${server.version}`,
   ];
   byId("model").replaceChildren(

@@ -83,6 +83,7 @@ export class Spans {
     this.allLanes = []; // In the order of arrival.
     this.steps = []; // Steps that have landed, in their order.
     this.places = new Map(); // Step number -> its place in `steps`, of steps in flight and the latest ones.
+    this.preemptions = []; // The places of the steps that preempted a sequence.
     this.plans = new Map(); // Step number -> its plan, while it is in flight.
     this.ttft = new Samples(); // Times to first token.
     this.itl = new Samples(); // Times between tokens.
@@ -197,6 +198,7 @@ const handlers = {
   },
   preempted(spans, event, state) {
     const lane = spans.laneOf(event.seq, state);
+    spans.preemptions.push(spans.steps.length + spans.plans.size);
     lane.begin("preempted", event.time, {
       why: event.reason,
       beneficiary: event.beneficiary,
@@ -263,13 +265,14 @@ const handlers = {
       if (sampled) addToken(spans, lane, event.time, sampled);
     });
   },
-  committed(spans, event) {
+  committed(spans, event, state) {
     const step = spans.steps[spans.places.get(event.of)];
     if (!step) return;
     const { started, planned, launched, wait_began, landed, done, device } = event;
     Object.assign(step, {
       times: { started, planned, launched, wait_began, landed, done },
       device,
+      isOnHost: state.about.device === "cpu", // The launch computes and returns afterwards.
     });
     step.start = Math.max(started, step.start - (step.planned - started));
   },

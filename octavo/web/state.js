@@ -6,6 +6,8 @@
 //   apply(state, event);                        // each following line, as an object (nameFields)
 
 const MAX_ENDED = 400; // Finished, failed and refused requests that stay listed.
+export const NO_FREE_SLOT = "every batch slot is in use"; // octavo/core/reasons.py
+export const TOO_FEW_BLOCKS = "there are too few free blocks for it"; // octavo/core/reasons.py
 
 // Turns a line of the stream into an object. `fields` are those of the snapshot.
 export function nameFields(line, fields) {
@@ -345,6 +347,10 @@ const handlers = {
       urgent: event.urgent,
     };
     state.inFlight.set(event.step, state.plan);
+    for (const id of event.untried ?? []) {
+      const seq = state.sequences.get(id);
+      if (seq) seq.waits = null;
+    }
   },
   landed(state, event) {
     const plan = state.inFlight.get(event.of);
@@ -479,6 +485,39 @@ export function countStates(state) {
   return counts;
 }
 
+// Whether a reason to wait belongs to a request before this one. A plan that lacks blocks for a
+// request gives the same reason, without a number, for the first that it did not try.
+const isOfAnother = ({ reason, needed }) => reason === TOO_FEW_BLOCKS && !needed;
+
+// Returns the waiting sequence at which the latest plan stopped, or null. Those behind it were not
+// tried.
+export function lastTried(state) {
+  let found = null;
+  for (const seq of state.sequences.values()) {
+    if (seq.state !== "waiting" || !seq.waits || isOfAnother(seq.waits)) continue;
+    if (seq.waits.ahead >= (found?.waits.ahead ?? 0)) found = seq;
+  }
+  return found;
+}
+
+// Returns the waiting sequence whose reason explains why this one waits: itself, one before it, or
+// null if no plan has come to a decision.
+export const blockerOf = (seq, state) =>
+  seq.waits && !isOfAnother(seq.waits) ? seq : (lastTried(state) ?? (seq.waits ? seq : null));
+
+// Whether fewer sequences run than there are batch slots.
+export function hasFreeSlot(state) {
+  const { decode, prefill } = countStates(state);
+  return decode + prefill < state.about.max_num_seqs;
+}
+
+// Returns a reason for waiting in words. A plan decides at the start of a step, and a sequence may
+// end before the end of it.
+export const wordsOfReason = (reason, state) =>
+  reason === NO_FREE_SLOT && hasFreeSlot(state)
+    ? "every batch slot was in use at the start of this step"
+    : reason;
+
 // Returns block -> ids of the sequences that hold it.
 export function findOwners(state) {
   const owners = new Map();
@@ -537,6 +576,8 @@ export function compareWithEngine(state, about, snapshot) {
     if (theirs.state !== "waiting")
       differ(`tokens of sequence ${id}`, mine.generated, theirs.generated);
     differ(`blocks of sequence ${id}`, mine.table, theirs.table);
+    const [why, whyOfEngine] = [mine, theirs].map(({ waits }) => waits && { ...waits, step: 0 });
+    differ(`reason why sequence ${id} waits`, why, whyOfEngine);
   }
   differ("contents", [...state.contents], [...engine.contents]);
   differ("references", [...state.references], [...engine.references]);

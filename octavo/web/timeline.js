@@ -117,7 +117,7 @@ function drawHostAndDevice(context, step, x) {
     ? Math.max(step.start, landed - step.device)
     : Math.max(planned, step.start);
   bar(busyFrom, landed, y, DEVICE - 4, "device");
-  bar(started, launched, y + DEVICE, HOST - 4, "host");
+  bar(started, step.isOnHost ? busyFrom : launched, y + DEVICE, HOST - 4, "host");
   bar(landed, done, y + DEVICE, HOST - 4, "host");
 }
 
@@ -229,7 +229,7 @@ function drawMark(context, mark, at, y) {
     context.fill();
   } else if (mark.cached) {
     context.fillStyle = colour("cached");
-    context.fillRect(at - 4, y + 4, 4, LANE - 8);
+    context.fillRect(at - 5, y + 4, 5, LANE - 8);
   }
 }
 
@@ -436,8 +436,9 @@ export function describeStep(step) {
     lines.push(`${count(step.accepted)} of ${plural(step.drafted, "draft")} accepted`);
   if (step.times) {
     const { started, planned, launched, wait_began, landed, done } = step.times;
+    const launch = launched - planned - (step.isOnHost ? step.device : 0);
     lines.push(
-      `host: plan ${spell(planned - started)}, launch ${spell(launched - planned)}, wait ${spell(landed - wait_began)}, commit ${spell(done - landed)}`,
+      `host: plan ${spell(planned - started)}, launch ${spell(Math.max(launch, 0))}, wait ${spell(landed - wait_began)}, commit ${spell(done - landed)}`,
     );
   }
   if (step.device) lines.push(`device: ${spell(step.device)}`);

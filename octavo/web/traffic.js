@@ -34,7 +34,6 @@ let latest = null;
 
 // Sends a request and reads its reply to the end. The views show it like any other.
 async function send(fields) {
-  if (open >= MOST_OPEN) return;
   open += 1;
   try {
     const body = JSON.stringify({ temperature: 0.8, ignore_eos: true, stream: true, ...fields });
@@ -53,43 +52,58 @@ async function send(fields) {
 const SCENARIOS = [
   [
     "burst",
-    "Twelve short prompts at once: more than there are batch slots.",
+    "twelve short prompts at once, more than there are batch slots.",
     () => send({ prompt: [...STORIES, ...STORIES], max_tokens: 40 }),
   ],
   [
     "shared prefix",
-    "Six prompts that begin with the same text: their first blocks are shared.",
+    "six prompts that begin with the same text. Their first blocks are shared.",
     () => send({ prompt: QUESTIONS.map((question) => SHARED + question), max_tokens: 40 }),
   ],
   [
     "long prompt",
-    "One long prompt: it is computed in chunks, while others decode.",
+    "one long prompt. It is computed in chunks while others decode.",
     () => send({ prompt: SHARED.repeat(6) + STORIES[0], max_tokens: 32 }),
   ],
   [
     "long replies",
-    "Six prompts with long replies: they run out of blocks, and some are preempted.",
+    "six prompts with long replies. The blocks run out, and some requests are preempted.",
     () => send({ prompt: STORIES, max_tokens: 300 }),
   ],
   [
     "urgent",
-    "One prompt with priority −5. Under the policy priority, it goes first.",
+    "one prompt with priority −5. Under the policy “priority”, it goes first.",
     () => send({ prompt: SHARED + QUESTIONS[0], max_tokens: 32, priority: -5 }),
   ],
   [
     "three samples",
-    "One prompt with n = 3: three replies share the blocks of the prompt, and copy the last one before they write.",
+    "one prompt with n = 3. Three replies share the blocks of the prompt, and copy the last one before they write to it.",
     () => send({ prompt: SHARED.slice(0, 200), n: 3, max_tokens: 40 }),
   ],
 ];
 
-for (const [name, words, act] of SCENARIOS) {
+const sent = element("p", "facts", "Each button sends ordinary requests to this server.");
+byId("traffic").after(sent);
+
+// Returns a button that sends the requests of a scenario.
+export function trafficButton(name) {
+  const [, words, act] = SCENARIOS.find((scenario) => scenario[0] === name);
   const button = element("button", "", name);
   button.type = "button";
   button.title = words;
-  button.addEventListener("click", act);
-  byId("traffic").append(button);
+  button.addEventListener("click", () => {
+    if (open < MOST_OPEN) act();
+    setText(
+      sent,
+      open <= MOST_OPEN
+        ? `Sent: ${words}`
+        : `Not sent: ${MOST_OPEN} requests of this page have no complete reply yet, and a browser keeps few connections open. Wait until one of them ends.`,
+    );
+  });
+  return button;
 }
+
+for (const [name] of SCENARIOS) byId("traffic").append(trafficButton(name));
 
 // ---- steady traffic -----------------------------------------------------------------------------
 
@@ -171,11 +185,12 @@ function range(low, high, value) {
 function drawKnobs(settings, about) {
   const rows = KNOBS.map(([name, words, make]) => {
     const input = make(settings, about);
-    const output = element("output", "", String(settings[name]));
-    input.addEventListener("input", () => setText(output, input.value));
+    const isRange = input.type === "range";
+    const output = element("output", "", isRange ? String(settings[name]) : "");
+    if (isRange) input.addEventListener("input", () => setText(output, input.value));
     input.addEventListener("change", async () => {
       const error = await post("live/settings", {
-        [name]: input.type === "range" ? Number(input.value) : input.value,
+        [name]: isRange ? Number(input.value) : input.value,
       });
       setText(message, error);
       if (error) drawKnobs(latest.settings, latest.about);
@@ -189,11 +204,15 @@ function drawKnobs(settings, about) {
 let isControlled = false;
 let drawn = "";
 
+// Whether the page belongs to a demonstration, whose engine may be changed and crashed.
+export const isDemonstration = () => isControlled;
+
 // Called with the state of the server. Steady traffic begins when a demonstration does.
 export function showControls(server) {
   if (!server.controls || isControlled) return;
   isControlled = true;
   byId("knobs-box").hidden = false;
+  byId("try").prepend(byId("traffic-box"), byId("knobs-box")); // They matter more than a prompt.
   const crash = element("button", "", "crash the engine");
   crash.type = "button";
   crash.title = "Kills the engine process. Its requests fail, and a new process starts.";

@@ -146,34 +146,36 @@ export function drawTransport(page) {
 // The tokens of each step along the slider, and a mark for each preemption.
 function drawMap({ spans, history }) {
   const { context, width, height } = prepare(map);
-  const steps = spans.steps;
-  if (!steps.length || !width || !history.steps.length) return;
-  const shown = history.steps.length;
-  const first = Math.max(0, steps.length - shown);
-  const columns = Math.max(1, Math.floor(width / 2));
-  const perColumn = Math.max(1, (steps.length - first) / columns);
+  const { steps } = spans;
+  const first = Math.max(0, steps.length - history.steps.length);
+  const shown = steps.length - first;
+  if (!shown || !width) return;
+  const x = (place) => ((place - first) / shown) * width;
+  const columns = Math.min(shown, Math.max(1, Math.floor(width / 2)));
   for (let column = 0; column < columns; column += 1) {
-    const from = first + Math.floor(column * perColumn);
-    const to = Math.min(
-      steps.length,
-      Math.max(from + 1, first + Math.floor((column + 1) * perColumn)),
-    );
-    let most = 0;
-    for (let i = from; i < to; i += 1) {
-      if (steps[i])
-        most = Math.max(most, (steps[i].decode + steps[i].prefill) / Math.max(1, steps[i].budget));
-    }
-    if (from >= steps.length) break;
-    const tall = Math.max(1, Math.min(1, most) * (height - 4));
-    const x = ((from - first) / Math.max(1, steps.length - first)) * width;
-    context.fillStyle = colour("map");
-    context.fillRect(
-      x,
-      height - tall - 2,
-      Math.max(1, width / Math.max(1, steps.length - first) - 0.5),
-      tall,
-    );
+    const from = first + Math.floor((column * shown) / columns);
+    const to = first + Math.floor(((column + 1) * shown) / columns);
+    drawColumn(context, steps, from, to, { x, height });
   }
+  context.fillStyle = colour("alarm");
+  for (const place of spans.preemptions)
+    if (place >= first) context.fillRect(Math.min(x(place), width - 2), 2, 2, 7);
+}
+
+// Draws the fullest of some steps: prefill above decode, as parts of the token budget.
+function drawColumn(context, steps, from, to, { x, height }) {
+  let fullest = steps[from];
+  const tokens = (step) => (step.decode + step.drafted + step.prefill) / Math.max(1, step.budget);
+  for (let place = from + 1; place < to; place += 1)
+    if (tokens(steps[place]) > tokens(fullest)) fullest = steps[place];
+  const tall = (number) => (number / Math.max(1, fullest.budget)) * (height - 6);
+  const decode = fullest.decode ? Math.max(2, tall(fullest.decode + fullest.drafted)) : 0;
+  const prefill = fullest.prefill ? Math.max(2, tall(fullest.prefill)) : 0;
+  const wide = Math.max(1, x(to) - x(from) - 0.5);
+  context.fillStyle = colour("map");
+  context.fillRect(x(from), height - 2 - decode, wide, decode);
+  context.fillStyle = colour("map-prefill");
+  context.fillRect(x(from), height - 2 - decode - prefill, wide, prefill);
 }
 
 // ---- help ---------------------------------------------------------------------------------------

@@ -25,16 +25,27 @@ import { findOwners, freeList } from "./state.js";
 
 const LARGEST = 46;
 const SMALLEST = 2; // Sizes of a cell in pixels.
+const LABEL = 50; // The width of the names in the order by request.
+const GAP = 14; // Between two tiers.
+const DISK_SHARE = 0.16; // The part of the width that shows the disk.
+const MOST_ON_DISK = 600; // The number says how many there are; the squares only show that it grows.
+const SMALL_POOL = 256; // A pool with at most this many blocks is always shown whole.
 const FLASH_MS = 900;
+const FRAMES = {
+  copied: "copied before a write",
+  evicted: "evicted",
+  stored: "copied to or from host memory",
+};
 const FLASHES = { copied: "prefill", evicted: "alarm", loaded: "tier", stored: "tier" };
 const canvas = byId("wall");
 let byRequest = false;
 let isWhole = false;
 let highest = 0; // The highest block that was used so far.
-let layout = { cells: [], host: [] }; // Where each block is drawn: { block, x, y, size, seq }.
+let layout = { key: "", cells: [], host: [], disk: [] }; // Where each block is drawn: { block, x, y, size, seq }.
 let shown = null; // What was drawn last.
 let cursor = 0; // The block that the keyboard has chosen.
 let listeners = { select: () => {}, hover: () => {}, redraw: () => {} };
+const NOBODY = []; // The owners of most blocks.
 const flashes = new Map(); // "d12" or "h3" -> { kind, until }
 
 export function onWall(given) {
@@ -59,6 +70,7 @@ export function flash(event) {
   if (event.host_block >= 0) add(`h${event.host_block}`);
 }
 
+export const countCells = () => layout.cells.length;
 export const isFlashing = () => flashes.size > 0;
 
 // ---- where blocks are drawn ---------------------------------------------------------------------
@@ -88,32 +100,32 @@ function layOut(state, width, height) {
   const { num_blocks, host_blocks } = state.about;
   for (let block = num_blocks; block > highest; block -= 1)
     if (state.references[block] || state.contents[block]) highest = block;
-  const limit = isWhole
+  const isShownWhole = isWhole || num_blocks <= SMALL_POOL;
+  const limit = isShownWhole
     ? num_blocks
     : Math.min(num_blocks, Math.max(24, Math.ceil((highest + 1) / 8) * 8));
+  const key = `${[state.about.stream, width, height, limit, state.onDisk]}`;
+  if (layout.key === key && !byRequest) return layout; // Blocks stay where they are.
   // The tiers share the width by their numbers of cells, but each gets enough to be seen.
-  const hostWidth = host_blocks
-    ? Math.round(width * Math.min(0.42, Math.max(0.22, host_blocks / (host_blocks + limit))))
-    : 0;
-  const top = hostWidth ? 15 : 0;
-  const deviceWidth = width - hostWidth - (hostWidth ? 14 : 0);
-  const host = hostWidth
-    ? grid(
-        Array.from({ length: host_blocks }, (_, i) => i),
-        deviceWidth + 14,
-        top,
-        hostWidth,
-        height - top,
-        "host",
-      )
-    : [];
-  if (byRequest)
-    return { cells: layOutTables(state, deviceWidth, height - top, top), host, deviceWidth, limit };
-  const blocks = Array.from({ length: limit }, (_, i) => i + 1);
+  const disk = host_blocks && state.about.has_disk ? Math.round(width * DISK_SHARE) : 0;
+  const hostShare = Math.min(0.42, Math.max(0.22, host_blocks / (host_blocks + limit)));
+  const host = host_blocks ? Math.round((width - disk) * hostShare) : 0;
+  const top = host ? 15 : 0;
+  const hostX = width - disk - (disk ? GAP : 0) - host;
+  const deviceWidth = host ? hostX - GAP : width;
+  const numbers = (count, first = 0) => Array.from({ length: count }, (_, i) => i + first);
+  const place = (blocks, x, wide, tier) => grid(blocks, x, top, wide, height - top, tier);
   return {
-    cells: grid(blocks, 0, top, deviceWidth, height - top, "device"),
-    host,
-    deviceWidth,
+    key: byRequest ? "" : key,
+    cells: byRequest
+      ? layOutTables(state, deviceWidth, height - top, top)
+      : place(numbers(limit, 1), 0, deviceWidth, "device"),
+    host: host ? place(numbers(host_blocks), hostX, host, "host") : [],
+    disk: disk
+      ? place(numbers(Math.min(state.onDisk, MOST_ON_DISK)), width - disk, disk, "disk")
+      : [],
+    hostX,
+    diskX: disk ? width - disk : 0,
     limit,
   };
 }
@@ -129,7 +141,7 @@ function layOutTables(state, width, height, top) {
   let size = 24;
   let cells = [];
   for (; size >= 4; size -= 1) {
-    const columns = Math.max(1, Math.floor((width - 40) / size));
+    const columns = Math.max(1, Math.floor((width - LABEL) / size));
     cells = [];
     let y = top;
     for (const { seq, blocks } of tables) {
@@ -138,7 +150,7 @@ function layOutTables(state, width, height, top) {
           tier: "device",
           block,
           seq,
-          x: 40 + (i % columns) * size,
+          x: LABEL + (i % columns) * size,
           y: y + Math.floor(i / columns) * size,
           size,
         }),
@@ -277,8 +289,8 @@ export function drawWall(state, marks, names) {
   shown = { state, owners, order, names };
   const marked = marks.hovered || marks.selected;
   for (const cell of layout.cells) {
-    const ids = owners.get(cell.block) ?? [];
-    const holders = ids.map((id) => state.sequences.get(id));
+    const ids = owners.get(cell.block) ?? NOBODY;
+    const holders = ids.length ? ids.map((id) => state.sequences.get(id)) : NOBODY;
     drawCell(context, cell, {
       owners: cell.seq ? [cell.seq] : holders,
       content: state.contents[cell.block],
@@ -296,8 +308,16 @@ export function drawWall(state, marks, names) {
       isMarked: false,
     });
   }
-  drawFlashes(context, [...layout.cells, ...layout.host]);
+  for (const cell of layout.disk) drawCell(context, cell, { owners: [], content: 1 });
+  if (flashes.size) drawFlashes(context, [...layout.cells, ...layout.host]);
   drawFrame(context, state, height);
+}
+
+function drawTierName(context, words, x, height) {
+  context.fillStyle = colour("dim");
+  context.fillText(words, x, 10);
+  context.fillStyle = colour("line");
+  context.fillRect(x - GAP / 2 - 1, 0, 1, height);
 }
 
 // The names of the tiers, and of the lines in the order by request.
@@ -309,19 +329,14 @@ function drawFrame(context, state, height) {
   if (layout.host.length) {
     const known = state.hostContents.reduce((sum, content) => sum + (content > 0), 0);
     context.fillText("device", 0, 10);
-    const disk = state.about.has_disk ? ` · disk: ${count(state.onDisk)}` : "";
-    context.fillText(
-      `host: ${count(known)} of ${count(state.about.host_blocks)}${disk}`,
-      layout.deviceWidth + 14,
-      10,
-    );
-    context.fillStyle = colour("line");
-    context.fillRect(layout.deviceWidth + 6, 0, 1, height);
+    const words = `host: ${count(known)} of ${count(state.about.host_blocks)}`;
+    drawTierName(context, words, layout.hostX, height);
   }
+  if (layout.diskX) drawTierName(context, `disk: ${count(state.onDisk)}`, layout.diskX, height);
   if (!byRequest) return;
   let last = null;
   for (const cell of layout.cells) {
-    if (cell.seq === last && cell.x > 40) continue;
+    if (cell.seq === last && cell.x > LABEL) continue;
     if (cell.seq !== last) {
       context.fillStyle = colour("ink");
       context.font = "600 11px system-ui, sans-serif";
@@ -347,10 +362,17 @@ for (const [name, words] of [
   legend.append(element("li", "", element("i", `key ${name}`), number, ` ${words}`));
   numbers[name] = number;
 }
+// What the frames mean that a block has for a moment.
+const frames = ["copied", "evicted", "stored"].map((kind) => {
+  const key = element("i", `key frame ${FLASHES[kind]}`);
+  return element("li", "", key, ` ${FRAMES[kind]}`);
+});
+legend.append(...frames);
 
 // Draws the legend. `found` are the numbers of blocks.
 export function drawLegend(state, found) {
   for (const [name, node] of Object.entries(numbers)) setText(node, count(found[name]));
+  frames.at(-1).hidden = !state.about.host_blocks;
   const { num_blocks, block_size } = state.about;
   const rest = num_blocks - layout.limit;
   setText(
@@ -364,7 +386,7 @@ export function drawLegend(state, found) {
 // ---- questions ----------------------------------------------------------------------------------
 
 const cellAt = (x, y) =>
-  [...layout.cells, ...layout.host].find(
+  [...layout.cells, ...layout.host, ...layout.disk].find(
     (cell) => x >= cell.x && x < cell.x + cell.size && y >= cell.y && y < cell.y + cell.size,
   );
 
@@ -388,10 +410,7 @@ export function describeBlock(state, block, { owners, order, names }) {
     );
   } else lines.push(`block ${block}: free`);
   if (content) lines.push(chainOf(state, block));
-  const known = content && names.contents.get(content);
-  if (known) lines.push(`computed by ${names.letters(known.seq)}`);
-  if (known?.text) lines.push(`“${known.text.replace(/\s+/g, " ")}”`);
-  return lines;
+  return [...lines, ...names.originOf(content, state)];
 }
 
 // The hash of a block covers its tokens and the block before it.
@@ -412,18 +431,15 @@ function describeCell(cell) {
   if (!cell || !shown) return "";
   const { state } = shown;
   if (cell.tier === "device") return describeBlock(state, cell.block, shown).join("\n");
+  if (cell.tier === "disk") return `${plural(state.onDisk, "block")} with known content on disk`;
   const content = state.hostContents[cell.block];
   if (!content) return `host block ${cell.block}: free`;
-  const known = shown.names.contents.get(content);
   const on = state.contents.indexOf(content);
   return [
     `host block ${cell.block}: content #${content}${state.hostReady[cell.block] ? "" : ", being copied"}`,
     on > 0 ? `also in block ${on} of the device` : "not on the device",
-    known && `computed by ${shown.names.letters(known.seq)}`,
-    known?.text && `“${known.text.replace(/\s+/g, " ")}”`,
-  ]
-    .filter(Boolean)
-    .join("\n");
+    ...shown.names.originOf(content, state),
+  ].join("\n");
 }
 
 explain(canvas, (x, y) => describeCell(cellAt(x, y)));

@@ -4,7 +4,7 @@
 
 import { byId, count, element, few, setText, spell } from "./draw.js";
 import { address, authorization, parseLines } from "./feed.js";
-import { History } from "./history.js";
+import { History, renameRequests } from "./history.js";
 import { Spans, percentile } from "./spans.js";
 import { Timeline } from "./timeline.js";
 
@@ -85,7 +85,7 @@ function read(text, offset) {
   const spans = new Spans();
   const history = new History((event, state) => spans.add(event, state));
   const lines = parseLines(text);
-  for (const line of lines) if (line[0] === "arrived") line[5] += offset;
+  renameRequests(lines, offset);
   history.add(lines);
   return { spans, history };
 }

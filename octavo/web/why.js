@@ -1,11 +1,21 @@
 // Why? Explains the chosen request, block or step: the rule that decided, its numbers, what it
 // cost, and the line of the source.
 
-import { chip } from "./colours.js";
+import { chip, nameOf } from "./colours.js";
 import { byId, count, element, few, plural, short, spell } from "./draw.js";
 import { lastLanded, percentile } from "./spans.js";
-import { countBlocks, findOwners, freeList } from "./state.js";
+import {
+  blockerOf,
+  countBlocks,
+  findOwners,
+  freeList,
+  hasFreeSlot,
+  NO_FREE_SLOT,
+  TOO_FEW_BLOCKS,
+  wordsOfReason,
+} from "./state.js";
 import { describeStep } from "./timeline.js";
+import { isDemonstration, trafficButton } from "./traffic.js";
 import { describeBlock } from "./wall.js";
 import { FINISH_REASONS, KINDS, describe } from "./words.js";
 
@@ -21,6 +31,7 @@ export function onWhy(listeners) {
 }
 
 const heading = (text) => element("h3", "", text);
+const capitalised = (words) => `${words[0].toUpperCase()}${words.slice(1)}`;
 const paragraph = (...content) => element("p", "", ...content);
 
 // ---- parts --------------------------------------------------------------------------------------
@@ -81,7 +92,7 @@ const link = (words, index) => {
 
 // Reason -> the rule with its numbers. Reasons are those of octavo/core/scheduler.py.
 const RULES = {
-  "there are too few free blocks for it": (seq, state) => {
+  [TOO_FEW_BLOCKS]: (seq, state) => {
     const { used, cached, free } = countBlocks(state);
     const available = cached + free;
     const needed = seq.waits?.needed || 0;
@@ -93,11 +104,14 @@ const RULES = {
       holders(state),
     ];
   },
-  "every batch slot is in use": (seq, state) => {
+  [NO_FREE_SLOT]: (seq, state) => {
     const running = [...state.sequences.values()].filter((other) => other.state !== "waiting");
+    const words = hasFreeSlot(state)
+      ? "A slot has become free since then, and the next step can give it away. These hold one now:"
+      : "A slot is free as soon as one of these ends:";
     return [
       paragraph(
-        `The batch has ${plural(state.about.max_num_seqs, "slot")}, and each running sequence holds one. ${placeInQueue(seq, state)} A slot is free as soon as one of these ends:`,
+        `The batch has ${plural(state.about.max_num_seqs, "slot")}, and each running sequence holds one. ${placeInQueue(seq, state)} ${words}`,
       ),
       chips(running),
     ];
@@ -193,37 +207,46 @@ function placeInQueue(seq, state) {
 function explainState(seq, state, page) {
   if (seq.ended !== undefined) return explainEnd(seq, state);
   if (seq.state === "waiting") {
-    const reason = seq.waits?.reason;
     const title = seq.preemptions ? "Why does it wait again?" : "Why does it wait?";
-    if (!reason) {
-      return [
-        heading(title),
-        paragraph(
-          seq.preempted
-            ? `It was preempted in step ${count(seq.preempted.step)} and is back in the queue. The scheduler decides in the next step whether it starts again.`
-            : "It has just arrived. The scheduler decides in the next step whether it starts.",
-        ),
-      ];
-    }
-    return [
-      heading(title),
-      element("p", "rule", `${reason[0].toUpperCase()}${reason.slice(1)}.`),
-      ...(RULES[reason]?.(seq, state) ?? []),
-      sourceOf(state, reason),
-    ];
+    return [heading(title), ...explainWait(seq, state)];
   }
   const inPlan = state.plan?.items.find((item) => item.id === seq.id);
   if (!inPlan && seq.unplanned && seq.unplanned.step === state.step) {
     const { reason } = seq.unplanned;
-    return [
-      heading("Why is it not part of this step?"),
-      element("p", "rule", `${reason[0].toUpperCase()}${reason.slice(1)}.`),
-      ...(RULES[reason]?.(seq, state) ?? []),
-      sourceOf(state, reason),
-    ];
+    return [heading("Why is it not part of this step?"), ...explainRule(reason, seq, state)];
   }
   if (seq.state === "prefill") return explainPrefill(seq, state, inPlan);
   return explainDecode(seq, state, page);
+}
+
+const explainRule = (reason, seq, state) => [
+  element("p", "rule", `${capitalised(wordsOfReason(reason, state))}.`),
+  ...(RULES[reason]?.(seq, state) ?? []),
+  sourceOf(state, reason),
+];
+
+// A plan tries waiting requests in the order of their ranks, and stops at the first that it cannot
+// admit. The reason of that one holds for all behind it.
+function explainWait(seq, state) {
+  const ahead = blockerOf(seq, state);
+  if (ahead === seq) return explainRule(seq.waits.reason, seq, state);
+  if (!ahead) {
+    return [
+      paragraph(
+        seq.preempted
+          ? `It was preempted in step ${count(seq.preempted.step)} and is back in the queue. The scheduler decides in the next step whether it starts again.`
+          : "It has just arrived. The scheduler decides in the next step whether it starts.",
+      ),
+    ];
+  }
+  return [
+    element("p", "rule", `It is behind ${nameOf(ahead)} in the queue.`),
+    paragraph(
+      `The scheduler tries waiting requests in the order of the policy “${state.settings.policy}”, and stops at the first that cannot start. That is ${nameOf(ahead)}, so the scheduler did not come to this request.`,
+    ),
+    heading(`Why does ${nameOf(ahead)} wait?`),
+    ...explainRule(ahead.waits.reason, ahead, state),
+  ];
 }
 
 function explainPrefill(seq, state, inPlan) {
@@ -295,7 +318,7 @@ function explainCache(seq, state, page) {
   const found = [
     heading("What was cached?"),
     paragraph(
-      `At its ${seq.preemptions ? "last " : ""}admission, in step ${count(admitted.step)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache. Reason why there were no more: ${reason}.`,
+      `At its ${seq.preemptions ? "last " : ""}admission, in step ${count(admitted.step)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache: ${reason}.`,
     ),
   ];
   if (admitted.missing) {
@@ -315,28 +338,37 @@ function explainCache(seq, state, page) {
   return found;
 }
 
+const forWhom = (seq, other) => {
+  if (!other) return [": it was preempted"];
+  if (other.id === seq.id) return [", and no running request ranks after it: it gave up its own blocks"];
+  return [": it was preempted to make room for ", chip(other)];
+};
+
 // Each preemption: for whom, and what it cost.
 function explainPreemptions(seq, page) {
   const lane = page.spans.allLanes.findLast((each) => each.id === seq.id);
   const marks = (lane?.marks ?? []).filter((mark) => mark.time <= page.now);
   const found = [];
+  let waited = 0;
+  let recomputed = 0;
   marks.forEach((mark, i) => {
     if (mark.kind !== "preempted") return;
     const again = marks.slice(i + 1).find((other) => other.kind === "admitted");
     const span = lane.spans.find((each) => each.start === mark.time);
     const other = page.names.of(mark.beneficiary);
     const index = page.history.indexOfTime(mark.time);
+    waited += (again?.time ?? Math.min(page.now, lane.end)) - mark.time;
+    recomputed += again?.recomputed ?? 0;
     const cost = again
       ? `It waited ${spell(again.time - mark.time)}. Of its ${plural(span?.positions ?? 0, "position")}, ${count(again.cached)} were still cached${again.loaded ? ` (${plural(again.loaded, "block")} loaded from host memory)` : ""} and ${count(again.recomputed)} had to be computed again.`
-      : "It is still waiting.";
+      : `It lost ${plural(span?.positions ?? 0, "position")} and still waits. When it resumes, it computes again what is no longer cached.`;
     found.push(
       element(
         "li",
         "",
         link(`step ${count(mark.step)}`, index),
-        `: ${mark.reason}`,
-        other && other.id !== seq.id ? ", to make room for " : "",
-        other && other.id !== seq.id ? chip(other) : "",
+        ` · ${capitalised(mark.reason)}`,
+        ...forWhom(seq, other),
         `. ${cost}`,
       ),
     );
@@ -351,7 +383,12 @@ function explainPreemptions(seq, page) {
         )
       : null;
   return [
-    heading("What did its preemptions cost?"),
+    heading(found.length === 1 ? "What did its preemption cost?" : "What did its preemptions cost?"),
+    element(
+      "p",
+      "rule",
+      `${spell(waited)} of waiting${seq.state === "waiting" ? " so far" : ""}, and ${plural(recomputed, "token")} computed again.`,
+    ),
     many,
     element("ul", "plain", ...found),
     sourceOf(page.state, marks.findLast((mark) => mark.kind === "preempted").reason),
@@ -414,7 +451,8 @@ function explainBlock(block, page) {
   const holding = (owners.get(block) ?? []).map((id) => state.sequences.get(id));
   const found = [
     element("h2", "title", `Block ${block}`),
-    paragraph(`${first}.`),
+    // The first line begins with the number of the block, which the title has already.
+    paragraph(`${capitalised(first.slice(first.indexOf(": ") + 2))}.`),
     ...rest.map((words) => paragraph(words)),
   ];
   if (holding.length > 1) {
@@ -451,6 +489,7 @@ function explainStep(step, page) {
 function summaryOf({ state }) {
   const live = [...state.sequences.values()];
   return {
+    isDemonstration: isDemonstration(),
     waiting: live
       .filter((seq) => seq.state === "waiting")
       .slice(0, MAX_CHIPS + 1)
@@ -460,6 +499,40 @@ function summaryOf({ state }) {
       .slice(-8)
       .map((seq) => seq.id),
   };
+}
+
+// What a newcomer can try: a question, the traffic that raises it, and where its answer is.
+const GUIDE = [
+  [
+    "Why does a request wait?",
+    "burst",
+    "Click a waiting request. This panel names the rule, its numbers and the line of code.",
+  ],
+  [
+    "What does a preemption cost?",
+    "long replies",
+    "The blocks run out after some seconds. Click a request that is marked “preempted”.",
+  ],
+  [
+    "Which blocks are shared?",
+    "shared prefix",
+    "On the wall, a shared block has a frame and the colours of its owners. Click one.",
+  ],
+];
+
+function guide() {
+  const list = element("ol", "guide");
+  for (const [question, traffic, words] of GUIDE) {
+    const title = element("p", "question", question);
+    list.append(element("li", "", title, trafficButton(traffic), element("p", "", words)));
+  }
+  return [
+    heading("Three questions to start with"),
+    list,
+    paragraph(
+      "“Pause” stops all panels, ‹ and › go from step to step, and “Esc” leads back here. The tab “Try” has more traffic and settings.",
+    ),
+  ];
 }
 
 function explainNothing(page) {
@@ -472,6 +545,7 @@ function explainNothing(page) {
       "Choose a request, a block or a step, and this panel explains what happens to it and why.",
     ),
   ];
+  if (isDemonstration()) found.push(...guide());
   if (waiting.length) found.push(heading("Waiting requests"), chips(waiting));
   if (often.length) found.push(heading("Preempted several times"), chips(often));
   found.push(heading("Terms"), terms());

@@ -129,7 +129,8 @@ const writers = {
 export class Names {
   constructor() {
     this.seen = new Map(); // Sequence id -> { id, name, index, label, request }
-    this.contents = new Map(); // Number of a content -> { seq, text }
+    // Number of a content -> each time that it was computed: { stream, time, writer, text }
+    this.contents = new Map();
     this.writers = []; // Block -> the sequence that it was allocated for last.
   }
 
@@ -137,8 +138,7 @@ export class Names {
     if (event.kind === "allocated")
       for (const block of event.blocks) this.writers[block] = event.seq;
     else if (event.kind === "copied") this.writers[event.target] = event.seq;
-    else if (event.kind === "published")
-      this.contents.set(event.content, { seq: this.writers[event.block] ?? 0, text: event.text });
+    else if (event.kind === "published") this.#addContent(event, state);
     else if (event.kind === "arrived" || event.kind === "forked" || event.kind === "admitted")
       this.#keep(state.sequences.get(event.seq));
     else if (event.kind === "opened" || event.kind === "restarted" || event.kind === "gap") {
@@ -147,6 +147,25 @@ export class Names {
         for (const block of seq.table) this.writers[block] = seq.id;
       }
     }
+  }
+
+  #addContent({ content, block, text, time }, state) {
+    const writer = this.seen.get(this.writers[block]);
+    const known = { stream: state.about.stream, time, writer, text };
+    if (this.contents.has(content)) this.contents.get(content).push(known);
+    else this.contents.set(content, [known]);
+  }
+
+  // Returns lines that say who computed a content last, as far as that is known in a state.
+  originOf(content, state) {
+    const known = this.contents
+      .get(content)
+      ?.findLast(({ stream, time }) => stream === state.about.stream && time <= state.time);
+    if (!known) return [];
+    const { writer, text } = known;
+    const lines = [`computed by ${writer ? nameOf(writer) : "an earlier request"}`];
+    if (text) lines.push(`“${text.replace(/\s+/g, " ")}”`);
+    return lines;
   }
 
   #keep(seq) {

@@ -123,6 +123,29 @@ def test_a_preemption_says_for_whom_and_an_admission_what_it_cost() -> None:
     assert again["recomputed"] == cost == engine.scheduler.counters.recomputed_tokens > 0
 
 
+def test_a_reason_holds_until_a_plan_does_not_come_to_the_request() -> None:
+    engine = make_engine(30, 4, rows=1, budget=8, depth=1, policy="priority")
+    stream, lines = opened(engine)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    engine.add(Request("runs", list(range(1, 11)), params, priority=-1))
+    add(engine, "waits", first=20)
+    for _ in range(4):
+        engine.step()
+    engine.add(Request("goes first", list(range(40, 50)), params, priority=-1))
+    for _ in range(4):
+        engine.step()
+    stream.flush()
+    events = [named(line) for line in lines]
+    names = {event["seq"]: event["request"] for event in events if event["kind"] == "arrived"}
+    told = []
+    for event in events:
+        if event["kind"] == "waiting":
+            told.append((names[event["seq"]], event["ahead"], "waits"))
+        elif event["kind"] == "planned" and event["untried"]:
+            told += [(names[seq], None, "untried") for seq in event["untried"]]
+    assert told == [("waits", 0, "waits"), ("goes first", 0, "waits"), ("waits", None, "untried")]
+
+
 def test_an_admission_says_why_no_more_was_cached() -> None:
     engine = make_engine(8, 4, rows=2, budget=16, depth=1)
     _, lines = opened(engine)

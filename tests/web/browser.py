@@ -17,7 +17,8 @@ READ_VIEWS = """async () => {
   const visible = (selector) => [...document.querySelectorAll(selector)];
   const rows = visible("#rows tr").map((row) => ({
     name: text(row.querySelector(".chip")),
-    state: text(row.children[1]),
+    state: text(row.querySelector(".state span")),
+    why: text(row.querySelector(".note")),
     cells: [...row.children].filter((cell) => !cell.hidden).map(text),
   }));
   return {
@@ -27,7 +28,10 @@ READ_VIEWS = """async () => {
     counts: visible("#counts li:not([hidden])").map(text),
     legend: visible("#wall-legend li").map(text),
     sum: text(document.getElementById("sum")),
-    checks: { ...page.history.checks },
+    checks: page.history.checks.map(({ step, found }) => ({ step, found })),
+    checked: text(document.getElementById("checked")),
+    steps: page.spans.steps.filter((step) => step.landed <= page.now).slice(-40)
+      .map(({ number, prefill, decode }) => [number, prefill, decode]),
     rows,
     log: visible("#log li").map((item) => text(item)),
   };

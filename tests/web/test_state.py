@@ -50,3 +50,30 @@ def test_the_history_is_the_same_from_both_directions() -> None:
         assert found["differences"] == [] and found["places"] > 50
         assert found["text"], "the lines are written as they were read"
         assert found["kept"] and found["once"]
+
+
+def test_renamed_requests_have_the_same_names_in_events_and_in_snapshots() -> None:
+    """The simulation of the tab "What if" gives its requests the names of the recorded ones."""
+    lines = b"\n".join(stream_of_trial(511))
+    assert run_node("rename.mjs", lines, "0")["found"] == []
+    renamed = run_node("rename.mjs", lines, "2")
+    assert renamed["found"] == [] and renamed["checks"] > 3
+    plain_names = run_node("rename.mjs", lines, "0")["names"]
+    assert renamed["names"] == [name + 2 for name in plain_names] and len(plain_names) > 3
+
+
+def test_a_check_belongs_to_the_run_and_the_step_that_are_viewed() -> None:
+    lines = b"\n".join(stream_of_trial(511))
+    found = run_node("checks.mjs", lines)
+    assert found["before"] is None, "no check is shown before the first one"
+    assert found["middle"]["index"] <= found["viewed"] < found["last"]["index"]
+    assert found["restarted"] is None, "a new engine has not been checked yet"
+    assert found["earlier"] == found["last"], "the checks of the earlier engine are kept"
+    assert found["failed"]["found"], "a failed check is shown at every step of its run"
+
+
+def test_a_block_names_who_had_computed_it_at_the_viewed_step() -> None:
+    """A content that was computed again later is not ascribed to the later request."""
+    found = run_node("origins.mjs", b"\n".join(stream_of_trial(511, evict=True)))
+    assert found["differences"] == []
+    assert found["compared"] > 100 and found["changed"] > 0
