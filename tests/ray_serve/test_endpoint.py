@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ import httpx2 as httpx
 
 from octavo.engine_options import EngineOptions
 from octavo.serve.api.api_errors import draining, engine_lost, invalid_field, queue_full
+from octavo.serve.endpoints.application import POST
 from octavo.serve.ray_serve.endpoint import ClusterEndpoint
 from octavo.serve.ray_serve.relay import (
     Placement,
@@ -32,6 +34,7 @@ from octavo.serve.ray_serve.relay import (
     relayed_error,
 )
 from octavo.serve.ray_serve.replica import Replica
+from octavo.serve.ray_serve.routed_paths import GENERATES
 from octavo.serve.serve_config import ServeConfig
 from tests import tiny
 
@@ -109,9 +112,9 @@ class FakeReplicas:
         self.stubs = stubs
         self.asked: list[tuple[list[bytes], list[str]]] = []
 
-    async def place(self, hashes: list[bytes], failed: list[str]) -> Placement:
+    async def place(self, hashes: list[bytes], failed: list[str], wanted: str) -> Placement:
         self.asked.append((hashes, list(failed)))
-        for stub in self.stubs:
+        for stub in sorted(self.stubs, key=lambda stub: stub.name != wanted):
             if stub.name not in failed:
                 secret = getattr(stub, "secret", "")
                 return Placement(stub.name, "127.0.0.1", stub.port, secret, "")
@@ -131,10 +134,12 @@ class Served:
         self.replicas = replicas
         self.client = client
 
-    async def post(self, key: str = "", **fields: Any) -> httpx.Response:
-        headers = {"authorization": f"Bearer {key}-0123456789abcdef"} if key else {}
+    async def post(
+        self, key: str = "", path: str = "/v1/completions", **fields: Any
+    ) -> httpx.Response:
+        headers = {"x-api-key": f"{key}-0123456789abcdef"} if key else {}
         body = {"prompt": "hello", **fields}
-        return await self.client.post("/v1/completions", json=body, headers=headers)
+        return await self.client.post(path, json=body, headers=headers)
 
 
 @contextlib.asynccontextmanager
@@ -212,6 +217,30 @@ def test_a_stream_whose_replica_dies_ends_with_an_error_event() -> None:
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("path", "content_type", "end"),
+    [
+        ("/v1/messages", b"text/event-stream", b'event: error\ndata: {"type":"error","error":{'),
+        ("/v1/responses", b"text/event-stream", b'event: error\ndata: {"type":"error","sequence_'),
+        ("/api/chat", b"application/x-ndjson", b'{"error":"the replica that computed this reply'),
+    ],
+)
+def test_the_error_event_has_the_format_of_the_api(
+    path: str, content_type: bytes, end: bytes
+) -> None:
+    async def dies_later(stub: Stub) -> None:
+        await stub.send(RelayHead(200, [(b"content-type", content_type)]))
+        await stub.send(RelayPart(b"data: one\n\n", False))
+        stub.writer.transport.abort()
+
+    async def test() -> None:
+        async with served(Stub("a", dies_later)) as found:
+            answer = await found.post(path=path, stream=True)
+            assert answer.content.removeprefix(b"data: one\n\n").startswith(end)
+
+    run(test())
+
+
 def test_without_a_replica_a_probe_fails_and_the_endpoint_lives() -> None:
     async def test() -> None:
         async with served() as found:
@@ -248,7 +277,60 @@ def test_the_limits_of_a_key_hold_for_all_replicas_together(tmp_path: Path) -> N
             assert codes == [200, 200, 429]  # Each reply has 30 tokens.
             identity = stub.starts[-1].identity
             assert (identity.name, bool(identity.salt)) == ("bob", True)
-            assert b"authorization" not in dict(stub.starts[-1].headers)
+            assert not {b"authorization", b"x-api-key"} & dict(stub.starts[-1].headers).keys()
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", sorted(GENERATES))
+def test_the_limits_of_a_key_hold_for_every_route_that_generates(path: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(KEYS)
+
+    async def test() -> None:
+        async with served(Stub("a", reply), keys_file=str(keys)) as found:
+            codes = [(await found.post("alice", path)).status_code for _ in range(3)]
+            assert codes == [200, 200, 429]
+
+    run(test())
+
+
+def test_the_endpoint_knows_every_route_that_generates() -> None:
+    found = {
+        path for path, handler in POST.items() if "generates=True" in inspect.getsource(handler)
+    }
+    # These call handlers that generate.
+    assert found | {"/invocations", "/api/embed", "/api/embeddings"} == GENERATES
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/files", "/v1/batches/b", "/sleep", "/flush_cache", "/live/settings"]
+)
+def test_a_route_of_one_server_is_refused(path: str) -> None:
+    async def test() -> None:
+        async with served(Stub("a", reply)) as found:
+            answer = await found.post(path=path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+            assert "--ray" in answer.json()["error"]["message"]
+            assert found.replicas.asked == []
+
+    run(test())
+
+
+def test_a_request_goes_to_the_replica_that_stores_the_earlier_response() -> None:
+    async def test() -> None:
+        stubs = [Stub("a", reply), Stub("b", reply)]
+        async with served(*stubs) as found:
+            found.replicas.stubs = [stubs[1]]
+            created = await found.post(path="/v1/responses", input="a")
+            found.replicas.stubs = stubs
+            id = created.headers["x-octavo-request-id"].replace("req_", "resp_")
+            await found.post(path="/v1/responses", input="a", previous_response_id=id)
+            await found.client.get(f"/v1/responses/{id}")
+            await found.client.post(f"/v1/responses/{id}/cancel")
+            assert [len(stub.starts) for stub in stubs] == [0, 4]
+            await found.post(path="/v1/responses", input="a", previous_response_id="resp_other")
+            assert [len(stub.starts) for stub in stubs] == [1, 4]
 
     run(test())
 

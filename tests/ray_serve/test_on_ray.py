@@ -48,6 +48,7 @@ from tests.serve.test_tools import (  # noqa: F401
     test_an_answer_in_a_format_may_come_instead_of_a_call,
     test_odd_calls_in_a_conversation_never_break_the_server,
 )
+from tests.serve.test_tracing import Collector, collector  # noqa: F401
 
 pytestmark = pytest.mark.slow
 # The other work on this machine, before the tests begin, makes everything slower.
@@ -148,8 +149,9 @@ def wait_for_replicas(running: Running, count: int, seconds: float = 200) -> flo
 class Load:
     """Clients that send short requests one after another until they are stopped."""
 
-    def __init__(self, running: Running, clients: int):
+    def __init__(self, running: Running, clients: int, tokens: int = 24):
         self.url = running.url
+        self.tokens = tokens
         self.failures: list[str] = []
         self.replies = 0
         self._stopped = threading.Event()
@@ -158,7 +160,7 @@ class Load:
             thread.start()
 
     def _send(self) -> None:
-        body = {"prompt": "load", "max_tokens": 24, "ignore_eos": True}
+        body = {"prompt": "load", "max_tokens": self.tokens, "ignore_eos": True}
         with httpx.Client(base_url=self.url, timeout=120) as client:
             while not self._stopped.is_set():
                 try:
@@ -180,11 +182,11 @@ class Load:
 STREAMED = 800
 
 
-def stream(running: Running, begun: threading.Semaphore) -> tuple[int, str | None]:
-    """Stream a long reply. Returns the number of its chunks, and the code of its error."""
+def stream(running: Running, begun: threading.Semaphore) -> tuple[list[int], str | None]:
+    """Stream a long reply. Returns its tokens, and the code of its error."""
     body = {"prompt": "a", "max_tokens": STREAMED, "ignore_eos": True, "stream": True}
-    body["return_token_ids"] = True
-    tokens = 0
+    body |= {"return_token_ids": True, "temperature": 0}
+    tokens: list[int] = []
     with (
         httpx.Client(base_url=running.url, timeout=200) as client,
         client.stream("POST", "/v1/completions", json=body) as answer,
@@ -197,7 +199,7 @@ def stream(running: Running, begun: threading.Semaphore) -> tuple[int, str | Non
             if "error" in event:
                 return tokens, event["error"]["code"]
             for choice in event["choices"]:
-                tokens += len(choice["token_ids"] or ())
+                tokens += choice["token_ids"] or ()
             begun.release()
     return tokens, None
 
@@ -207,6 +209,8 @@ def kill_under_load(running: Running, victims: Callable[[Running], list[int]], c
     wait_for_replicas(running, 2)
     names = replicas(running)
     begun = threading.Semaphore(0)
+    wanted, error = stream(running, threading.Semaphore(0))
+    assert (len(wanted), error) == (STREAMED, None)
     load = Load(running, clients=2)
     with ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(stream, running, begun) for _ in range(8)]
@@ -222,7 +226,7 @@ def kill_under_load(running: Running, victims: Callable[[Running], list[int]], c
     lost = [result for result in results if result[1] is not None]
     assert {error for _, error in lost} == {code}
     complete = [tokens for tokens, error in results if error is None]
-    assert complete and set(complete) == {STREAMED}
+    assert complete and all(tokens == wanted for tokens in complete)
     assert load.replies and load.failures == []
     print(f"{len(lost)} of 8 streams lost, {load.replies} replies, recovered in {recovered:.1f} s")
     assert recovered < RECOVERY_SECONDS
@@ -337,6 +341,70 @@ def test_scaling_up_and_down_under_load_fails_no_request(tmp_path: Path) -> None
         assert light.replies and light.failures == []
 
 
+def test_a_replica_is_added_when_the_kv_cache_fills(tmp_path: Path) -> None:
+    """The bound on requests is never reached, so only the KV use can add the replica."""
+    options = ("--replicas", "1", "--max-replicas", "2", "--upscale-delay", "1")
+    targets = ("--target-requests", "1000", "--target-kv-use", "0.2")
+    with on_ray(tmp_path, *options, *targets) as found:
+        load = Load(found, clients=8, tokens=STREAMED)
+        wait_for_replicas(found, 2)
+        load.stop()
+        assert load.replies and load.failures == []
+
+
+def test_a_response_is_continued_and_read_on_the_replica_that_stores_it(
+    running: Running, client: openai.OpenAI
+) -> None:
+    wait_for_replicas(running, 2)
+    response = client.responses.create(model=NAME, input="hello", max_output_tokens=8)
+    for _ in range(6):
+        earlier = response.id
+        response = client.responses.create(
+            model=NAME, input="and then?", previous_response_id=earlier, max_output_tokens=8
+        )
+        assert response.previous_response_id == earlier
+        assert client.responses.retrieve(earlier).id == earlier
+
+
+@pytest.mark.parametrize("collector", ["grpc"], indirect=True)
+def test_spans_of_the_endpoint_and_of_a_replica_form_one_trace(
+    collector: tuple[Collector, str, str],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    spans, endpoint, _ = collector
+    options = ("--replicas", "1", "--otlp-traces-endpoint", endpoint)
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    parent = f"00-{trace_id}-00f067aa0ba902b7-01"
+    with on_ray(tmp_path, *options) as found:
+        body = {"prompt": "a", "max_tokens": 4, "ignore_eos": True}
+        answer = found.post("/v1/completions", body, headers={"traceparent": parent})
+        assert answer.headers["traceresponse"].startswith(f"00-{trace_id}-")
+        tree = spans.tree(trace_id, count=6)
+    by_id = {span.span_id: span.name for span in tree}
+    parents = {span.name: by_id.get(span.parent_span_id, "client") for span in tree}
+    assert parents == {
+        "POST /v1/completions": "client",
+        "replica": "POST /v1/completions",
+        "llm_request": "replica",
+        "queued": "llm_request",
+        "prefill": "llm_request",
+        "decode": "llm_request",
+    }
+
+
+def test_an_open_stream_ends_before_the_server(tmp_path: Path) -> None:
+    with on_ray(tmp_path, "--replicas", "1") as found, ThreadPoolExecutor(1) as pool:
+        while "ready:" not in found.log.read_text():
+            time.sleep(0.1)
+        begun = threading.Semaphore(0)
+        streamed = pool.submit(stream, found, begun)
+        assert begun.acquire(timeout=100)
+        found.process.send_signal(signal.SIGTERM)
+        tokens, error = streamed.result()
+        assert (len(tokens), error) == (STREAMED, None)
+        found.process.wait(100)  # A second signal would end it at once.
+
+
 def test_the_limits_of_a_key_hold_for_all_replicas(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\nname = "a"\nkey = "a-0123456789abcdef"\nrequests_per_minute = 6\n')
@@ -367,6 +435,8 @@ def test_a_config_file_of_ray_serve_and_two_nodes(
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_worker_niceness", "0")
+    # A shell that runs the tests in the background ignores SIGINT, and so would `serve run`.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     port = free_port()
     config = tmp_path / "octavo.yaml"
     config.write_text(CONFIG.replace("MODEL", tiny.model_dir()).replace("PORT", str(port)))

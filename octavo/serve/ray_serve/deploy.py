@@ -43,7 +43,7 @@ SHUTDOWN_SECONDS = 10.0  # The processes of a deployment have this time to end, 
 # Options of ports, which several replicas on one node would have to share.
 NOT_ON_RAY = ("grpc_port", "health_port", "kv_events_config")
 PREFIX_ROUTER = "octavo.serve.ray_serve.prefix_router:PrefixRouter"
-ROUND_ROBIN_ROUTER = "ray.serve.experimental.round_robin_router:RoundRobinRouter"
+TURN_ROUTER = "octavo.serve.ray_serve.prefix_router:TurnRouter"
 LOAD_POLICY = "octavo.serve.ray_serve.scaling:LoadPolicy"
 
 
@@ -70,9 +70,9 @@ class RayReplicas:
     def __init__(self, handle: DeploymentHandle):
         self.handle = handle
 
-    async def place(self, hashes: list[bytes], failed: list[str]) -> Placement:
+    async def place(self, hashes: list[bytes], failed: list[str], wanted: str) -> Placement:
         while True:
-            call = self.handle.options(stream=True).lease.remote(hashes, failed)
+            call = self.handle.options(stream=True).lease.remote(hashes, failed, wanted)
             try:
                 placement: Placement = await anext(call)
                 return placement
@@ -156,7 +156,7 @@ def autoscaling(options: RayOptions) -> AutoscalingConfig | None:
 
 def request_router(options: RayOptions) -> RequestRouterConfig:
     if options.routing == "round-robin":
-        return RequestRouterConfig(request_router_class=ROUND_ROBIN_ROUTER)
+        return RequestRouterConfig(request_router_class=TURN_ROUTER)
     return RequestRouterConfig(
         request_router_class=PREFIX_ROUTER,
         request_router_kwargs={"max_age": options.prefix_max_age, "slack": options.prefix_slack},
@@ -243,7 +243,8 @@ def connect(options: RayOptions) -> None:
         ray.init(address=address, logging_level=logging.WARNING)
     except ConnectionError:
         raise ServeError(
-            f"there is no Ray cluster at {address}: start one with ray start --head"
+            f"there is no Ray cluster at {address} that this machine may join: start one with "
+            "ray start --head, and set RAY_AUTH_MODE=token if the cluster has a token"
         ) from None
 
 

@@ -12,19 +12,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from octavo.serve.api import api_errors
 from octavo.serve.api.api_errors import ApiError
-from octavo.serve.api.replies import DONE, KEEP_ALIVE, event
-from octavo.serve.endpoints.application import guarded
+from octavo.serve.api.error_formats import encode_stream_error
+from octavo.serve.api.replies import KEEP_ALIVE
+from octavo.serve.endpoints.application import METHODS, guarded
 from octavo.serve.front.body_memory import Held
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.front.keys import Key
@@ -50,14 +50,20 @@ from octavo.serve.ray_serve.relay import (
     read_message,
     replica_lost,
 )
+from octavo.serve.ray_serve.routed_paths import (
+    GENERATES,
+    NOT_SERVED,
+    PROBES,
+    earlier_request,
+    not_served,
+)
 from octavo.serve.serve_config import ServeConfig
 from octavo.serve.server import OTHER_DESCRIPTORS, http_server, listen
 
 log = logging.getLogger(__name__)
-GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/generate", "/batch_generate"})
-PROBES = frozenset({"/readyz", "/startupz", "/health"})
 PROBE_SECONDS = 2.0  # A probe fails if no replica is free for this long.
-CANCEL = re.compile(r"/v1/requests/([^/]+)/cancel")
+PRIVATE_HEADERS = (b"authorization", b"x-api-key")  # An API key stays in this process.
+STREAM_TYPES = (b"text/event-stream", b"application/x-ndjson")
 # Errors of one replica that another replica may not have.
 RETRIED = frozenset({"engine_starting", "engine_restarting", "draining", "queue_full"})
 ATTEMPTS = 3  # The most replicas that a request is sent to.
@@ -66,20 +72,27 @@ ATTEMPTS = 3  # The most replicas that a request is sent to.
 MAX_LOSSES = 2
 REPLY_BYTES = 2**30  # The longest message of a replica.
 SETTLE_SECONDS = 5.0  # A replica has this time to report the tokens of an aborted request.
-REMEMBERED_REQUESTS = 4096  # The requests that a client can cancel by their id.
+REMEMBERED_REQUESTS = 65_536  # A client can cancel or continue one of these by its id.
 
 
 class Replicas(Protocol):
     """The replicas, as the endpoint sees them."""
 
-    async def place(self, hashes: list[bytes], failed: list[str]) -> Placement:
+    async def place(self, hashes: list[bytes], failed: list[str], wanted: str) -> Placement:
         """Choose a replica and take a lease from it. Waits until there is one.
 
-        `hashes` are those of the prompt's blocks. Replicas that have `failed` are avoided.
+        `hashes` are those of the prompt's blocks. Replicas that have `failed` are avoided. The
+        replica `wanted` is taken if it exists and the name is not empty.
         """
 
     async def metrics(self) -> Mapping[str, bytes]:
         """Return the metrics of each replica, as text."""
+
+
+class KnownRoute(NamedTuple):
+    """The route of a request, as the log and the spans name it."""
+
+    path: str
 
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -97,8 +110,10 @@ class Outgoing:
     held: Held
     seconds: float  # The request may wait this long for a replica.
     failed: list[str] = field(default_factory=list)
+    earlier: str | None = None  # The id of the request that this one continues or cancels.
     started: bool = False  # The reply has begun.
     is_stream: bool = False
+    events: int = 0  # The events of the stream that were sent.
     error: RelayError | None = None  # The error that the latest replica has sent.
     end: RelayEnd | None = None
     stream: Stream | None = None  # The connection to a replica that has not sent the end.
@@ -124,6 +139,11 @@ class Forwarder:
             return await Exchange(self.front, scope, receive, send).reply({"state": "alive"})
         if self.draining:
             raise api_errors.draining()
+        path = scope["path"].rstrip("/") or "/"
+        if NOT_SERVED.fullmatch(path):
+            raise not_served()
+        if path in METHODS.get(scope["method"], ()):
+            scope["route"] = KnownRoute(path)
         if scope["path"] == "/metrics":
             texts = {"endpoint": self.front.metrics.render(), **await self.replicas.metrics()}
             exchange = Exchange(self.front, scope, receive, send)
@@ -146,7 +166,7 @@ class Forwarder:
         address = scope["client"][0] if scope.get("client") else ""
         with self.front.bodies.hold(address) as held:
             data = b""
-            if scope["method"] == "POST" and not CANCEL.fullmatch(path):
+            if scope["method"] == "POST" and not path.endswith("/cancel"):
                 limits = self.front.config.limits
                 headers = scope["octavo.headers"]
                 data = bytes(await body.read(headers, receive, request.whole_body(), limits, held))
@@ -157,6 +177,7 @@ class Forwarder:
                 request=request,
                 send=send,
                 held=held,
+                earlier=earlier_request(path, data),
                 seconds=PROBE_SECONDS if path in PROBES else self.front.config.queue_timeout,
             )
             if key is not None:
@@ -176,8 +197,10 @@ class Forwarder:
             identity = RelayedIdentity(
                 caller.key.name, caller.key.priority, caller.key.admin, caller.key.salt
             )
-        # The key itself stays in this process.
-        headers = [each for each in scope["headers"] if each[0] != b"authorization"]
+        headers = [each for each in scope["headers"] if each[0] not in PRIVATE_HEADERS]
+        if caller.span is not None:
+            headers = [each for each in headers if each[0] != b"traceparent"]
+            headers.append((b"traceparent", caller.span.traceresponse.encode()))
         return RelayStart(
             secret="",
             lease="",
@@ -224,13 +247,17 @@ class Forwarder:
         raise error
 
     async def _place(self, outgoing: Outgoing) -> Placement:
-        """Choose a replica. A cancellation goes to the replica that has the request."""
-        cancel = CANCEL.fullmatch(outgoing.start.path)
-        if cancel is not None and cancel[1] in self._placements:
-            return self._placements[cancel[1]]._replace(lease="")
+        """Choose a replica: the one of the earlier request, if this request has one."""
+        wanted = ""
+        earlier = self._placements.get(outgoing.earlier or "")
+        if earlier is not None and earlier.replica not in outgoing.failed:
+            if outgoing.start.path.endswith("/cancel"):
+                # The router does not know a replica that drains, but it may have the request.
+                return earlier._replace(lease="")
+            wanted = earlier.replica
         try:
             async with asyncio.timeout(outgoing.seconds):
-                placement = await self.replicas.place(outgoing.hashes, outgoing.failed)
+                placement = await self.replicas.place(outgoing.hashes, outgoing.failed, wanted)
         except TimeoutError:
             raise no_replica() from None
         if outgoing.start.path in GENERATES:
@@ -266,8 +293,9 @@ class Forwarder:
             outgoing.started = True
             outgoing.start.body = b""
             outgoing.held.release()
-            outgoing.is_stream = any(b"event-stream" in value for _, value in message.headers)
-            if outgoing.is_stream:
+            content_type = dict(message.headers).get(b"content-type", b"")
+            outgoing.is_stream = content_type.startswith(STREAM_TYPES)
+            if content_type.startswith(b"text/event-stream"):
                 outgoing.request.keep_alive_comment = KEEP_ALIVE
             await outgoing.send(
                 {
@@ -277,6 +305,7 @@ class Forwarder:
                 }
             )
         elif isinstance(message, RelayPart):
+            outgoing.events += message.data.count(b"\n\n")
             await outgoing.send(
                 {
                     "type": "http.response.body",
@@ -335,7 +364,8 @@ async def end_reply(outgoing: Outgoing, error: ApiError) -> None:
     """End a reply that has begun with an error."""
     if not outgoing.is_stream:
         raise error
-    data = event(error.encode()) + DONE
+    start = outgoing.start
+    data = encode_stream_error(error, start.path, start.request_id, outgoing.events)
     await outgoing.send({"type": "http.response.body", "body": data, "more_body": False})
 
 
@@ -386,3 +416,5 @@ class ClusterEndpoint:
         sweeping.cancel()
         self.http.should_exit = True
         await serving
+        if self.front.tracing is not None:
+            await asyncio.to_thread(self.front.tracing.close)

@@ -31,10 +31,13 @@ BYTES_PER_TOKEN = 4  # The usual number of bytes in a token of text.
 class PromptFields(msgspec.Struct):
     """The fields of a request that decide which cached KV it can use, as they were sent."""
 
+    tools: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     prompts: msgspec.Raw = msgspec.Raw()
-    tools: msgspec.Raw = msgspec.Raw()
     cache_salt: msgspec.Raw = msgspec.Raw()
 
 
@@ -50,8 +53,9 @@ def block_hashes(body: bytes | bytearray, salt: str) -> list[bytes]:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return []
-    # The tools precede the messages in the prompt of nearly every chat template.
-    parts = (fields.tools, fields.messages, fields.prompt, fields.prompts)
+    # The tools and the system message come first in the prompt of nearly every chat template.
+    before = (fields.tools, fields.system, fields.instructions)
+    parts = (*before, fields.messages, fields.input, fields.prompt, fields.prompts)
     prompt = b"".join(bytes(part) for part in parts)
     parent = hashlib.sha256(salt.encode() + b"\0" + bytes(fields.cache_salt)).digest()
     hashes: list[bytes] = []

@@ -1,13 +1,15 @@
-"""The request router of Ray Serve that prefers the replica with the longest cached prefix.
+"""The request routers of Ray Serve: one prefers cached prefixes, the other takes replicas in turn.
 
 Ray Serve calls `choose_replicas` for every lease, probes the replicas of the first group that is
-not full, and takes the one with the fewest requests.
+not full, and takes the one with the fewest requests. A request that continues an earlier one goes
+to the replica that has it, with both routers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ray.serve.experimental.round_robin_router import RoundRobinRouter
 from ray.serve.request_router import (
     PendingRequest,
     ReplicaID,
@@ -33,8 +35,10 @@ class PrefixRouter(RequestRouter):
             return [candidate_replicas]
         # Without this, Ray Serve would try again at once while every replica is full.
         pending_request.routing_context.should_backoff = True
-        hashes, failed = routing_arguments(pending_request)
+        hashes, failed, wanted = routing_arguments(pending_request)
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
+        if wanted in by_name:
+            return [[by_name[wanted]]]
         loads = {
             name: self.replica_queue_len_cache.get(each.replica_id) or 0
             for name, each in by_name.items()
@@ -45,7 +49,7 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        hashes, _ = routing_arguments(pending_request)
+        hashes, *_ = routing_arguments(pending_request)
         self.index.add(replica_id.unique_id, hashes)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -59,9 +63,28 @@ class PrefixRouter(RequestRouter):
                 )
 
 
-def routing_arguments(pending_request: PendingRequest) -> tuple[list[bytes], list[str]]:
+class TurnRouter(RoundRobinRouter):
+    """Takes the replicas in turn."""
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        if pending_request is not None:
+            *_, wanted = routing_arguments(pending_request)
+            for replica in candidate_replicas:
+                if replica.replica_id.unique_id == wanted:
+                    return [[replica]]
+        groups: list[list[RunningReplica]] = await super().choose_replicas(
+            candidate_replicas, pending_request
+        )
+        return groups
+
+
+def routing_arguments(pending_request: PendingRequest) -> tuple[list[bytes], list[str], str]:
     """Return the arguments of Replica.lease. A call of another method has none."""
-    if len(pending_request.args) != 2:
-        return [], []
-    hashes, failed = pending_request.args
-    return hashes, failed
+    if len(pending_request.args) != 3:
+        return [], [], ""
+    hashes, failed, wanted = pending_request.args
+    return hashes, failed, wanted

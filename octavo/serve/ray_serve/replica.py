@@ -28,9 +28,10 @@ from octavo.serve.api import api_errors
 from octavo.serve.api.api_errors import api_error
 from octavo.serve.api.replies import KEEP_ALIVE
 from octavo.serve.endpoints.application import Table
-from octavo.serve.endpoints.guard import from_router
+from octavo.serve.endpoints.guard import from_router, operation_of
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.front.keys import Entry, Key
+from octavo.serve.front.tracing import OPERATION
 from octavo.serve.ray_serve.relay import (
     HEAD_BYTES,
     FromReplica,
@@ -163,7 +164,9 @@ class Replica:
 
     # ---- methods that Ray Serve calls ------------------------------------------------------------
 
-    async def lease(self, hashes: list[bytes], failed: list[str]) -> AsyncIterator[Placement]:
+    async def lease(
+        self, hashes: list[bytes], failed: list[str], wanted: str
+    ) -> AsyncIterator[Placement]:
         """Yield where to send a request, and end with the request.
 
         The arguments are for the request router.
@@ -215,6 +218,8 @@ class Replica:
         await self.front.client.supervisor.stop()
         await self.front.pool.close()
         self._supervision.cancel()
+        if self.front.tracing is not None:
+            await asyncio.to_thread(self.front.tracing.close)
 
     # ---- relayed requests ------------------------------------------------------------------------
 
@@ -245,6 +250,8 @@ class Replica:
         request = RelayedRequest(start, writer)
         key = RelayedKey(start.identity)
         scope = self._scope(start, request, key)
+        span = scope["octavo.caller"].span
+        failure = ""
         # The endpoint sends nothing more, so the end of the stream means that it has disconnected.
         disconnected = asyncio.create_task(reader.read(1))
         disconnected.add_done_callback(lambda _: request.disconnect())
@@ -252,6 +259,7 @@ class Replica:
             await self.table(scope, request.receive, request.send)
         except Exception as e:
             error = from_router(e) if isinstance(e, HTTPException) else api_error(e)
+            failure = error.code or error.type
             if error is not e and error.status == 500:
                 log.exception("request %s failed", start.request_id)
             self.front.metrics.rejections.labels(error.code or error.type).inc()
@@ -259,12 +267,21 @@ class Replica:
         finally:
             request.on_disconnect(None)
             disconnected.cancel()
+            if span is not None:
+                span.end({}, error=failure)
         request.write(RelayEnd(key.used_tokens, key.sent))
         async with asyncio.timeout(self.config.limits.send_seconds):
             await writer.drain()
 
     def _scope(self, start: RelayStart, request: RelayedRequest, key: Key) -> dict[str, Any]:
         caller = Caller(start.request_id, request.arrival, key, start.timeout)
+        if self.front.tracing is not None and start.method == "POST":
+            # The endpoint has put its own span into the header traceparent.
+            context = {
+                name.decode("latin-1"): value.decode("latin-1") for name, value in start.headers
+            }
+            attributes = {"octavo.replica": self.name, OPERATION: operation_of(start.path)}
+            caller.span = self.front.tracing.begin("replica", context, request.arrival, attributes)
         return {
             "type": "http",
             "method": start.method,
