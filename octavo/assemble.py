@@ -437,6 +437,7 @@ def operator_choice(options: EngineOptions) -> OperatorChoice:
         attention=options.attention_backend,
         fused_kernels=options.fused_kernels,
         fused_decoder=options.fused_decoder,
+        deterministic=options.deterministic,
     )
 
 
@@ -464,8 +465,8 @@ def settle_speculation(
 
     "auto" drafts with the head of the embedded model where measurements show that it pays
     (docs/speculation.md): on a CPU with the fused kernels that this model has by default, and with
-    no option that drafts do not work with. On a GPU, following each step costs more than drafts
-    bring to many streams."""
+    no option that drafts do not work with. On a GPU it has not been measured yet whether that
+    slows other workloads down."""
     speculative = options.speculative_config
     if speculative is None or not speculative.is_auto:
         return speculative
@@ -606,7 +607,8 @@ def pick_device(asked: str) -> torch.device:
         raise InvalidRequest(f"unknown device {asked!r}: use auto, cpu or cuda", "device") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest(
-            "device is cuda, but this machine has no usable NVIDIA GPU: use device='cpu'",
+            "device is cuda, but this machine has no usable NVIDIA GPU: use device='cpu' "
+            "(--device cpu), or leave the option out. octavo doctor says more",
             "device",
         )
     return device

@@ -503,6 +503,14 @@ class EngineOptions:
             flag="--no-fused-kernels",
         ),
     ] = True
+    deterministic: Annotated[
+        bool,
+        Option(
+            "Compute the same bits for a request alone and in every batch: batch-invariant "
+            "kernels. Slower on a GPU; docs/determinism.md has the promise and the cost.",
+            "Kernels",
+        ),
+    ] = False
     scheduling_policy: Annotated[
         str,
         Option(
@@ -655,6 +663,8 @@ class EngineOptions:
                 "speculative_config",
             )
         self._check_switches()
+        if self.deterministic:
+            self._check_deterministic()
         if self.logits_processors:
             self.check_logits_processors()
         if self.piggyback_tokens and (self.batching, self.scheduling_policy) != (
@@ -715,6 +725,25 @@ class EngineOptions:
                 "depth",
             )
 
+    def _check_deterministic(self) -> None:
+        """Raise InvalidRequest if another option makes results depend on the batch."""
+        reasons = {
+            "attention_backend": (self.attention_backend != "auto", "has one kernel of its own"),
+            "fused_kernels": (not self.fused_kernels, "needs the fused kernels"),
+            "kv_eviction": (self.kv_eviction != "none", "needs KV that is kept whole"),
+            "tensor_parallel_size": (
+                self.tensor_parallel_size > 1,
+                "runs on one rank: the order of sums among ranks depends on the batch",
+            ),
+        }
+        for name, (is_given, reason) in reasons.items():
+            if is_given:
+                raise InvalidRequest(
+                    f"deterministic does not work with {name} {getattr(self, name)}: it {reason}. "
+                    "Leave out one of them",
+                    "deterministic",
+                )
+
     def _check_offload(self) -> None:
         if self.kv_disk_path is None and self.kv_disk_gib != EngineOptions.kv_disk_gib:
             raise InvalidRequest(
@@ -762,6 +791,7 @@ LOADING_OPTIONS = frozenset(
         "attention_backend",
         "fused_decoder",
         "fused_kernels",
+        "deterministic",
     }
 )
 
@@ -812,6 +842,7 @@ class EngineKeywords(TypedDict, total=False):
     attention_backend: str
     fused_decoder: bool
     fused_kernels: bool
+    deterministic: bool
     scheduling_policy: str
     batching: str
     max_batch: int

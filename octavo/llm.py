@@ -546,9 +546,19 @@ class LLM:
         self.profiler.stop()
 
     def warm_up(self) -> None:
-        """Compile kernels and capture CUDA graphs now, so that no request has to wait for it."""
+        """Compile kernels, capture CUDA graphs and prepare guides now, so that no request has to
+        wait for it."""
+        preparing = self.guides.prepare()
         self.loop.run_alone(functools.partial(warm_up, kind=self.device.type))
         self.runner.capture()
+        preparing.join()
+
+    def compile_kernels(self, part: int = 0, num_parts: int = 1) -> None:
+        """Run one part of the steps of warm_up(), without capturing CUDA graphs, so that their
+        kernels are compiled into the cache."""
+        steps = functools.partial(warm_up, kind=self.device.type, part=part, num_parts=num_parts)
+        self.loop.run_alone(steps)
+        self.runner.compile_graphs(part, num_parts)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of calls that give none: the recommendations of

@@ -16,19 +16,23 @@ log = logging.getLogger(__name__)
 # Prompt tokens of the warm-up steps, as far as they fit. Kernels may differ between these sizes.
 WARM_UP_TOKENS = {"cuda": (64, 128, 768, 2048, sys.maxsize), "cpu": (64,)}
 
-# Decode steps that speculative decoding measures, by their number of rows. A CPU takes long for
-# larger ones, where drafts do not pay.
+# Decode steps that speculative decoding measures, by their number of rows, up to the first one that
+# takes longer than LONGEST_STEP seconds.
 ROWS = {
     "cuda": (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256),
-    "cpu": (1, 2, 4, 8),
+    "cpu": (1, 2, 4, 8, 16, 32),
 }
+LONGEST_STEP = 0.05
 DRAFTED = {"cuda": (1, 8, 32), "cpu": (1, 4)}  # sequences that a measured pass drafts for
 MEASURED_STEPS = {"cuda": 5, "cpu": 3}
 MEASURED_DRAFTS = 2
 
 
-def warm_up(engine: Engine, kind: str) -> None:
-    """Run prompts of several sizes on an idle engine of a "cuda" or "cpu" device."""
+def warm_up(engine: Engine, kind: str, part: int = 0, num_parts: int = 1) -> None:
+    """Run prompts of several sizes on an idle engine of a "cuda" or "cpu" device.
+
+    Of several parts, which processes run at the same time, each runs some of the sizes.
+    """
     scheduler = engine.scheduler
     cache = scheduler.cache
     schedule = scheduler.schedule
@@ -37,10 +41,11 @@ def warm_up(engine: Engine, kind: str) -> None:
     )
     longest = max(1, min(positions - 2, schedule.max_num_batched_tokens))
     with engine.rehearsal():
-        for tokens in sorted({min(size, longest) for size in WARM_UP_TOKENS[kind]}):
+        sizes = sorted({min(size, longest) for size in WARM_UP_TOKENS[kind]})
+        for tokens in sizes[part::num_parts]:
             run_prompt(engine, tokens)
             scheduler.clear_cache()
-        if scheduler.speculation is not None:
+        if scheduler.speculation is not None and num_parts == 1:
             measure_costs(engine, scheduler.speculation, kind)
             scheduler.clear_cache()
 
@@ -54,7 +59,9 @@ def measure_costs(engine: Engine, speculation: Speculation, kind: str) -> None:
             if num_rows > engine.scheduler.schedule.max_num_seqs:
                 break
             seconds = decode_seconds(engine, num_rows, 1, MEASURED_STEPS[kind])
-            costs.observe(num_rows, seconds)
+            costs.record(num_rows, seconds)
+            if seconds > LONGEST_STEP:
+                break
     if speculation.drafts_on_device:
         num_drafts = min(MEASURED_DRAFTS, speculation.max_drafts)
         with speculation.fixed(num_drafts):
@@ -64,7 +71,7 @@ def measure_costs(engine: Engine, speculation: Speculation, kind: str) -> None:
                 num_tokens = 1 + num_drafts
                 seconds = decode_seconds(engine, num_sequences, num_tokens, MEASURED_STEPS[kind])
                 passes = Passes(num_drafts, num_sequences)
-                costs.observe(num_tokens * num_sequences, seconds, passes)
+                costs.record(num_tokens * num_sequences, seconds, passes)
 
 
 def decode_seconds(engine: Engine, num_sequences: int, num_tokens: int, num_steps: int) -> float:

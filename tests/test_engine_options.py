@@ -115,6 +115,13 @@ def test_every_option_of_vllm_is_accepted_at_its_default(caplog: pytest.LogCaptu
     assert not NO_EFFECT.keys() & ADVICE.keys()
 
 
+def test_marks_of_reasoning_are_accepted_if_they_are_the_usual_ones() -> None:
+    usual = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    assert from_keywords({"reasoning_config": usual}) == EngineOptions()
+    with pytest.raises(InvalidRequest, match="styles of reasoning"):
+        from_keywords({"reasoning_config": {**usual, "reasoning_end_str": "[end]"}})
+
+
 def test_none_asks_for_the_default() -> None:
     nothing = dict.fromkeys(option_declarations(EngineOptions))
     assert from_keywords(nothing) == EngineOptions()

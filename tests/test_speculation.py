@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from random import Random
 from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
@@ -342,8 +343,8 @@ def test_steps_are_followed_only_if_drafts_may_pay() -> None:
 
     speculation = Speculation(config)
     for rows, seconds in ((1, 1.0), (2, 1.1), (8, 4.0), (16, 8.0)):
-        speculation.costs.observe(rows, seconds)
-    speculation.costs.observe(2, 1.15, Passes(1, 1))
+        speculation.costs.record(rows, seconds)
+    speculation.costs.record(2, 1.15, Passes(1, 1))
     assert followed(100) and not followed(300), "a long prompt"
     sequences[0].position_limit = 30
     assert not followed(100), "a short reply"
@@ -358,15 +359,38 @@ def test_steps_are_followed_only_if_drafts_may_pay() -> None:
 def test_costs_are_estimated_between_and_beyond_measured_sizes() -> None:
     table = CostTable()
     assert table.estimate(5) == 0.0 and not table.covers(1)
-    table.observe(4, 2.0)
+    table.record(4, 2.0)
     assert table.estimate(1) == table.estimate(9) == 2.0
     assert table.covers(4) and not table.covers(1) and not table.covers(5)
-    table.observe(8, 4.0)
+    table.record(8, 4.0)
     assert table.estimate(6) == 3.0 and table.estimate(16) == 8.0
+    for _ in range(30):
+        table.observe(8, 4.0)
     table.observe(8, 1000.0)
     assert table.means[1] == pytest.approx(4.4), "a step that was interrupted counts little"
     table.forget()
-    assert table.means[0] < 2.0
+    assert table.estimate(4) < 2.0
+
+
+def test_a_hiccup_does_not_make_a_size_expensive_for_ever() -> None:
+    table = CostTable()
+    table.record(1, 3.4)
+    table.record(8, 5.6)
+    table.observe(5, 20.0)
+    assert table.estimate(4) <= table.estimate(5) <= table.estimate(6) <= 5.6
+    for _ in range(20):
+        table.observe(5, 5.0)
+    assert table.estimate(5) == pytest.approx(5.0, abs=0.3)
+
+
+def test_costs_never_fall_with_the_number_of_rows() -> None:
+    random = Random(0)
+    table = CostTable()
+    for _ in range(500):
+        table.observe(random.randrange(1, 40), random.uniform(1.0, 9.0))
+        costs = [table.estimate(rows) for rows in range(1, 50)]
+        assert costs == sorted(costs)
+        assert table.costs == [min(table.means[index:]) for index in range(len(table.rows))]
 
 
 # ---- structured output, costs, settings --------------------------------------------------------
@@ -387,7 +411,7 @@ def test_drafts_that_cost_more_than_they_bring_are_not_verified(
     speculation = llm.engine.scheduler.speculation
     assert speculation is not None
     for rows in range(1, 30):
-        speculation.costs.observe(rows, 0.01 * rows)  # every row costs as much as a step
+        speculation.costs.record(rows, 0.01 * rows)  # every row costs as much as a step
     monkeypatch.setattr(speculation.costs, "observe", lambda *measured: None)
     run(llm, temperature=1.0, seed=1)
     assert counters(llm).drafted == 0
@@ -407,13 +431,13 @@ def test_the_warm_up_measures_a_pass_and_counts_no_drafts(
         num_drafts.append(plan.num_drafts)
         return launch(plan)
 
-    def observe(num_rows: int, seconds: float, passes: Passes = NO_PASSES) -> None:
+    def record(num_rows: int, seconds: float, passes: Passes = NO_PASSES) -> None:
         assert seconds > 0
         measured.append((num_rows, *passes))
 
     measured: list[tuple[int, int, int]] = []
     monkeypatch.setattr(llm.runner, "launch", recording)
-    monkeypatch.setattr(speculation.costs, "observe", observe)
+    monkeypatch.setattr(speculation.costs, "record", record)
     llm.warm_up()
     rows = [(1, 0, 0), (2, 0, 0), (4, 0, 0)]
     assert measured == (rows if method == "ngram" else [*rows, (3, 2, 1), (12, 2, 4)])

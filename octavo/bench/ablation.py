@@ -67,6 +67,7 @@ LONGEST_GAP = Figure(
 SHORT_TTFT = Figure(
     "TTFT of short prompts", "ms", lambda report: 1e3 * report.median_first_token("short"), False
 )
+SPARSE_TTFT = Figure("TTFT", "ms", lambda report: 1e3 * report.median_first_token("sparse"), False)
 AGAIN_TTFT = Figure(
     "TTFT of prompts seen before",
     "ms",
@@ -103,6 +104,14 @@ def ragged_jobs(llm: LLM, scale: Scale) -> list[Job]:
     return [
         Job(random_tokens(generator, llm, scale.prompt), generator.randint(4, 2 * scale.reply))
         for _ in range(2 * scale.streams)
+    ]
+
+
+def sparse_jobs(llm: LLM, scale: Scale) -> list[Job]:
+    generator = random.Random(8)
+    return [
+        Job(random_tokens(generator, llm, scale.prompt), 4, group="sparse")
+        for _ in range(scale.streams)
     ]
 
 
@@ -178,6 +187,13 @@ WORKLOADS = {
         clients=lambda scale: scale.streams,
         options=lambda scale, block_size: {"max_num_seqs": scale.streams},
     ),
+    "sparse": AblationWorkload(
+        "short requests of two clients, each of which sends its next request when its last one has "
+        "ended",
+        sparse_jobs,
+        SPARSE_TTFT,
+        clients=lambda scale: 2,
+    ),
     "uncertain": AblationWorkload(
         "requests that ask for many tokens and end after few, in a small KV pool",
         uncertain_jobs,
@@ -241,7 +257,7 @@ MECHANISMS = {
     "prefix-cache": Mechanism(
         "shared prefix", dict(enable_prefix_caching=False), "--no-prefix-caching"
     ),
-    "continuous-over-window": Mechanism("ragged", dict(batching="window"), "--batching window"),
+    "continuous-over-window": Mechanism("sparse", dict(batching="window"), "--batching window"),
     "continuous-over-static": Mechanism("ragged", dict(batching="static"), "--batching static"),
     "continuous-over-none": Mechanism("ragged", dict(batching="none"), "--batching none"),
     "chunked-prefill": Mechanism(
@@ -357,11 +373,11 @@ class Ablation:
 KV_TOKENS = {"cpu": 32 * 1024, "cuda": 512 * 1024}  # of each engine; two run beside each other
 
 
-def sized(options: EngineOptions) -> EngineOptions:
+def sized(options: EngineOptions, kv_tokens: Mapping[str, int] = KV_TOKENS) -> EngineOptions:
     """Bound the KV pool, because two engines run beside each other."""
     kind = pick_device(options.device).type
     block_size = options.block_size or BLOCK_SIZE[kind]
-    num_blocks = options.num_gpu_blocks_override or KV_TOKENS[kind] // block_size
+    num_blocks = options.num_gpu_blocks_override or kv_tokens[kind] // block_size
     return replace(options, block_size=block_size, num_gpu_blocks_override=num_blocks)
 
 

@@ -24,7 +24,7 @@ from octavo.ops.backends import select
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight, WeightFormat
 
-FORMATS = ("int8", "int8-a8", "fp8", "int4-g128")
+FORMATS = ("int8", "int8-a8", "fp8", "fp8-a16", "int4-g128")
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 # The least bytes of weights between two uses of the same weight: four times the L2 cache of an
 # H200.

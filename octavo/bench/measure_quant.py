@@ -39,7 +39,7 @@ FORMATS: tuple[str, ...] = (
     "int4-g128",
 )
 if torch.cuda.is_available():  # On a CPU these formats are like int8, or slow.
-    FORMATS += ("int8-a8", "fp8")
+    FORMATS += ("int8-a8", "fp8", "fp8-a16")
 PROMPT = 128  # tokens of the prompt whose TTFT is measured
 OUTPUT = 64
 

@@ -144,7 +144,6 @@ def server(
         "engine": asdict(engine_options),
         "served_model_name": ["bench"],
         "port": endpoint.port,
-        "max_queue": 4096,
         **more,
     }
     with tempfile.TemporaryFile("w+") as log:

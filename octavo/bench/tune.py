@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.bench.linear import FORMATS, Product, packed_weights, products, random_weight, seconds
 from octavo.errors import InvalidRequest
 from octavo.model import quant
-from octavo.ops.weight import WeightFormat
+from octavo.ops.weight import WeightFormat, rounds_activations
 
 ROWS = (1, 16, 32, 64, 128, 256)
 COMPILE_THREADS = 12
@@ -34,7 +34,7 @@ def candidates(weight_format: WeightFormat, rows: int) -> list[Any]:
 
     kernels: list[Any] = []
     tile_rows = min(256, max(16, 1 << (rows - 1).bit_length()))
-    if weight_format.quantizes_activations and rows > 16:
+    if rounds_activations(weight_format) or (weight_format.quantizes_activations and rows > 16):
         tile_sizes = [(tile_rows, 64), (tile_rows, 128)]
         if tile_rows == 256:
             tile_sizes += [(128, 128), (128, 256)]

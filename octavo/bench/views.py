@@ -19,6 +19,7 @@ Result = dict[str, Any]
 VIEWS = {
     "ablation": "octavo.bench.ablation",
     "compare": "octavo.bench.compare",
+    "deterministic": "octavo.bench.deterministic",
     "sweep": "octavo.bench.sweep",
     "memory": "octavo.bench.memory_use",
     "decoding": "octavo.bench.decoding",

@@ -36,6 +36,7 @@ COMMANDS = {
     "demo": CommandEntry("demo_command", "demo", "Learn"),
     "lesson": CommandEntry("lesson_command", "lesson", "Learn"),
     "replay": CommandEntry("replay_command", "replay", "Learn"),
+    "compile": CommandEntry("compile_command", "compile_kernels", "Convert"),
     "quantize": CommandEntry("quantize", "quantize", "Convert"),
     "train-draft": CommandEntry("train_draft_command", "train_draft", "Convert"),
     "simulate": CommandEntry("simulate_command", "simulate", "Measure"),
@@ -54,6 +55,7 @@ BENCHES = (
     "bench_speculation",
     "bench_sweep",
     "bench_ablation",
+    "bench_deterministic",
     "bench_compare",
 )
 

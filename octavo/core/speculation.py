@@ -32,6 +32,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from octavo.config import SpeculativeConfig
@@ -306,14 +307,27 @@ class StepCosts:
         self.steps = CostTable()
         self.passes = CostTable()
 
-    def observe(self, num_rows: int, seconds: float, passes: Passes = NO_PASSES) -> None:
+    def record(self, num_rows: int, seconds: float, passes: Passes = NO_PASSES) -> None:
+        """Store a careful measurement, for which the machine did nothing else."""
         if seconds <= 0.0:  # the clock is too coarse for the step
             return
         if passes.number:
-            measured = max(seconds - self.steps.estimate(num_rows), 0.0) / passes.number
-            self.passes.observe(passes.num_sequences, measured)
+            self.passes.record(passes.num_sequences, self._of_pass(num_rows, seconds, passes))
+        else:
+            self.steps.record(num_rows, seconds)
+
+    def observe(self, num_rows: int, seconds: float, passes: Passes = NO_PASSES) -> None:
+        """Count a step of a running engine."""
+        if seconds <= 0.0:
+            return
+        if passes.number:
+            self.passes.observe(passes.num_sequences, self._of_pass(num_rows, seconds, passes))
         else:
             self.steps.observe(num_rows, seconds)
+
+    def _of_pass(self, num_rows: int, seconds: float, passes: Passes) -> float:
+        """Return the seconds of one pass in a step that took `seconds`."""
+        return max(seconds - self.steps.estimate(num_rows), 0.0) / passes.number
 
     def seconds(self, num_rows: int, passes: Passes = NO_PASSES) -> float:
         """Estimate a step. Nothing measured: 1."""
@@ -324,28 +338,62 @@ class StepCosts:
 
 
 class CostTable:
-    """Measured seconds by a number of rows."""
+    """Measured seconds by a number of rows.
 
-    WEIGHT = 0.1  # of a new measurement in a running mean
+    A size never counts as more expensive than a larger one. A hiccup of the machine during the
+    first step of a size would otherwise make it look expensive for ever, because it would not be
+    used again."""
+
+    MIN_WEIGHT = 0.1  # of a new measurement in a running mean
     MAX_GROWTH = 2.0  # A longer time than this multiple of the mean counts as this multiple.
     FORGETTING = 0.002
 
     def __init__(self) -> None:
         self.rows: list[int] = []  # measured, in order
         self.means: list[float] = []
+        self.counts: list[int] = []  # measurements in each mean
+        self.costs: list[float] = []  # The smallest mean of this size and all larger ones.
 
     def forget(self) -> None:
         """Lower all means a little. What looks too expensive to be used is tried again later."""
-        self.means = [mean * (1.0 - self.FORGETTING) for mean in self.means]
+        kept = 1.0 - self.FORGETTING
+        self.means = [mean * kept for mean in self.means]
+        self.costs = [cost * kept for cost in self.costs]
+
+    def record(self, num_rows: int, seconds: float) -> None:
+        """Store a careful measurement of a size."""
+        index = self._place(num_rows, seconds)
+        self.means[index] = seconds
+        self._update_costs(index)
 
     def observe(self, num_rows: int, seconds: float) -> None:
+        """Count a step. The mean of a new size begins with what was expected of it."""
+        index = self._place(num_rows, self.estimate(num_rows) or seconds)
+        mean = self.means[index]
+        self.counts[index] += 1
+        weight = max(self.MIN_WEIGHT, 1.0 / self.counts[index])
+        self.means[index] += weight * (min(seconds, self.MAX_GROWTH * mean) - mean)
+        self._update_costs(index)
+
+    def _place(self, num_rows: int, seconds: float) -> int:
+        """Return the index of a size. A new size is inserted."""
         index = bisect_left(self.rows, num_rows)
-        if index < len(self.rows) and self.rows[index] == num_rows:
-            mean = self.means[index]
-            self.means[index] += self.WEIGHT * (min(seconds, self.MAX_GROWTH * mean) - mean)
-        else:
+        if index == len(self.rows) or self.rows[index] != num_rows:
             self.rows.insert(index, num_rows)
             self.means.insert(index, seconds)
+            self.counts.insert(index, 1)
+            self.costs.insert(index, seconds)
+        return index
+
+    def _update_costs(self, changed: int) -> None:
+        """Compute the costs anew, from the mean that has changed to smaller sizes."""
+        larger = self.costs[changed + 1] if changed + 1 < len(self.costs) else inf
+        for index in range(changed, -1, -1):
+            cost = min(self.means[index], larger)
+            if index < changed and cost == self.costs[index]:
+                return
+            self.costs[index] = cost
+            larger = cost
 
     def covers(self, num_rows: int) -> bool:
         """Return whether a size near this one has been measured."""
@@ -358,22 +406,22 @@ class CostTable:
             return 0.0
         index = bisect_left(self.rows, num_rows)
         if index == 0:
-            return self.means[0]
+            return self.costs[0]
         if index == len(self.rows):
             return self._beyond(num_rows)
         rows_below = self.rows[index - 1]
         share = (num_rows - rows_below) / (self.rows[index] - rows_below)
-        below = self.means[index - 1]
-        return below + share * (self.means[index] - below)
+        below = self.costs[index - 1]
+        return below + share * (self.costs[index] - below)
 
     def _beyond(self, num_rows: int) -> float:
         """Estimate a size above all measured ones, on the line through the last two. Of a single
         one nothing is known but its time, so that larger sizes are tried."""
         if len(self.rows) == 1:
-            return self.means[0]
+            return self.costs[0]
         rows_between = self.rows[-1] - self.rows[-2]
-        slope = max(self.means[-1] - self.means[-2], 0.0) / rows_between
-        return self.means[-1] + slope * (num_rows - self.rows[-1])
+        slope = (self.costs[-1] - self.costs[-2]) / rows_between
+        return self.costs[-1] + slope * (num_rows - self.rows[-1])
 
 
 def host_drafter(config: SpeculativeConfig) -> HostDrafter | None:

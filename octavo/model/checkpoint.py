@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.model_files import check_directory
 from octavo.ops.weight import QuantWeight, WeightFormat
 
 MAX_HEADER = 100_000_000  # bytes; the format defines this limit
@@ -264,11 +265,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def open_directory(directory: Path, weights: bool = True) -> Checkpoint:
     """Open a directory with config.json, *.safetensors and perhaps generation_config.json."""
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(
-            f"{directory} has no config.json: "
-            "give a directory in Hugging Face's layout, or a .gguf file"
-        )
+    check_directory(directory, weights)
     config = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
@@ -295,20 +292,6 @@ def _open_shards(directory: Path) -> dict[str, StoredTensor]:
         return _open_index(directory, index)
     single = directory / "model.safetensors"
     files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-    if not files:
-        pickled = sorted(
-            path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern)
-        )
-        if pickled:
-            raise CheckpointError(
-                f"{directory} holds its weights as pickles ({listed(pickled, 3)}), which can run "
-                "any code when opened and are never read here. Convert them to safetensors: load "
-                "the model in transformers and call save_pretrained(..., safe_serialization=True)"
-            )
-        raise CheckpointError(
-            f"{directory} holds no *.safetensors file "
-            '(load_format="dummy", or --load-format dummy, needs none)'
-        )
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         shard = open_safetensors(path)

@@ -1,5 +1,7 @@
 """Reads checkpoints that other programs quantised to 4 bits: GPTQ, AWQ and compressed-tensors.
 
+Checkpoints of fp8 weights are read by octavo.model.foreign_fp8.
+
     GPTQ                 qweight [in / 8, out], qzeros [groups, out / 8], scales [groups, out],
                          g_idx [in]
     AWQ                  qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]
@@ -19,12 +21,13 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.model import quant
+from octavo.model import foreign_fp8, quant
 from octavo.model.checkpoint import StoredTensor
+from octavo.model.foreign_fp8 import want as _want
 from octavo.ops.weight import QuantWeight, WeightFormat
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the positions of the outputs 0 to 7 in an int32
-METHODS = ("gptq", "awq", "compressed-tensors")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 PACKED = ("qweight", "qzeros", "weight_packed")
 
 
@@ -48,6 +51,8 @@ def joined(
     quantization_config = config.get("quantization_config")
     if not isinstance(quantization_config, dict) or "quant_method" not in quantization_config:
         return tensors
+    if foreign_fp8.is_fp8(quantization_config):
+        return foreign_fp8.joined(tensors, quantization_config, source)
     scheme = _scheme(quantization_config, f"{source}/config.json")
     result = dict(tensors)
     for name in tensors:
@@ -211,7 +216,7 @@ def _scheme(quantization_config: dict[str, Any], source: str) -> Scheme:
 
 
 def _compressed(quantization_config: dict[str, Any], source: str) -> Scheme:
-    _want(source, "format", quantization_config.get("format"), "pack-quantized")
+    _want(source, "format", quantization_config.get("format"), "pack-quantized", "float-quantized")
     config_groups: Any = quantization_config.get("config_groups")
     entries = list(config_groups.values()) if isinstance(config_groups, dict) else []
     objects = [entry for entry in entries if isinstance(entry, dict)]
@@ -247,14 +252,6 @@ def _compressed(quantization_config: dict[str, Any], source: str) -> Scheme:
             "weight_shape": (2,),
         },
     )
-
-
-def _want(source: str, field: str, actual: Any, *allowed: Any) -> None:
-    if actual not in allowed:
-        names = " or ".join(map(repr, allowed))
-        raise CheckpointError(
-            f"{source}: quantization_config has {field} {actual!r}, and only {names} is read"
-        )
 
 
 def _form(group_size: Any, asymmetric: bool, source: str) -> WeightFormat:

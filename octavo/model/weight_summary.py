@@ -10,7 +10,7 @@ from octavo.model.checkpoint import Checkpoint
 from octavo.ops.weight import JoinedWeight, QuantWeight, WeightFormat
 
 # The method in config.json's quantization_config, as people write it.
-METHODS = {"awq": "AWQ", "gptq": "GPTQ", "compressed-tensors": "compressed-tensors", "octavo": ""}
+METHODS = {"awq": "AWQ", "gptq": "GPTQ", "compressed-tensors": "compressed-tensors"}
 
 
 def summarize_weights(model: CausalLM, checkpoint: Checkpoint) -> str:

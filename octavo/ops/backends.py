@@ -1,6 +1,7 @@
 """Chooses the backend of a device, and exchanges some of its operators for those of another one.
 
     select                the operators for a device, as the options ask for them
+    invariant_backend     those of the option `deterministic`
     find_attention        an attention backend by its name
     ComposedOps           the operators of one backend, with those of others in some places
     AttentionBackend      what a class of the user's must have
@@ -70,6 +71,7 @@ class OperatorChoice(NamedTuple):
     attention: str = "auto"  # "auto", a name of NAMES, an entry point or package.module:Class
     fused_kernels: bool = True
     fused_decoder: bool = True
+    deterministic: bool = False  # the bits of a row do not depend on the other rows of its step
 
 
 FASTEST = OperatorChoice()
@@ -77,7 +79,7 @@ FASTEST = OperatorChoice()
 
 def select(device: str, choice: OperatorChoice = FASTEST) -> Ops:
     """Return the operators for a device. Raises InvalidRequest for a backend that cannot run."""
-    base = device_backend(device)
+    base = invariant_backend(device) if choice.deterministic else device_backend(device)
     attention = base if choice.attention == "auto" else find_attention(choice.attention, device)
     if attention.name == base.name:
         attention = base
@@ -101,6 +103,23 @@ def device_backend(device: str) -> Ops:
             "Triton cannot be used (%s): running plain PyTorch, several times slower", missing
         )
         return ReferenceOps()
+
+
+def invariant_backend(device: str) -> Ops:
+    """Return the batch-invariant backend of a device (docs/determinism.md)."""
+    if device == "cpu":
+        from octavo.ops.cpu.invariant_cpu import InvariantCpuOps
+
+        return InvariantCpuOps()
+    try:
+        from octavo.ops.triton.invariant_triton import InvariantTritonOps
+    except ImportError as missing:
+        raise InvalidRequest(
+            f"deterministic needs Triton on a GPU, and it cannot be used here ({missing}): install "
+            "triton, or leave deterministic out",
+            "deterministic",
+        ) from None
+    return InvariantTritonOps()
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -183,7 +202,7 @@ class ComposedOps:
         self.base = base
         self.attention_backend = attention
         self.name = base.name
-        self.variant = f"attention {attention.name}, fused kernels {fused_kernels}"
+        self.variant = f"{base.variant} attention {attention.name}, fused kernels {fused_kernels}"
         self.capturable = base.capturable and getattr(attention, "capturable", False)
         self.ranks = base.ranks
         self.attention = attention.attention

@@ -21,6 +21,7 @@ from octavo.ops import (
     ForwardBatch,
     SamplingColumns,
     Watched,
+    activations,
 )
 from octavo.ops.collectives import Collectives, SingleRank
 from octavo.ops.fused_spec import (
@@ -32,7 +33,7 @@ from octavo.ops.fused_spec import (
     StepSpec,
 )
 from octavo.ops.kv import KV, LARGEST, QuantKV, compress, expand
-from octavo.ops.weight import QuantWeight, dense
+from octavo.ops.weight import JoinedWeight, QuantWeight, dense, rounds_activations
 
 # Rows that are filtered at once: sorting takes ten times the memory of its input.
 FILTERED_ROWS = 64
@@ -68,7 +69,13 @@ class ReferenceOps:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        output = F.linear(hidden, dense(weight, hidden.dtype), bias)
+        if isinstance(weight, JoinedWeight):
+            output = torch.cat([self.linear(hidden, part) for part in weight.parts], 1)
+            output = output if bias is None else output + bias
+        elif isinstance(weight, QuantWeight) and rounds_activations(weight.format):
+            output = activations.linear(hidden, weight, bias)
+        else:
+            output = F.linear(hidden, dense(weight, hidden.dtype), bias)
         return output if residual is None else output + residual
 
     def logits(self, hidden: Tensor, weight: Any) -> Tensor:

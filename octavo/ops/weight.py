@@ -2,7 +2,7 @@
 
     symmetric     value[n, k] = (code[n, k] - zero_point) * scale[n, k // group_size]
     asymmetric    value[n, k] = code[n, k] * scale[n, k // group_size] + least[n, k // group_size]
-    float         value[n, k] = e4m3(code[n, k]) * scale[n]
+    float         value[n, k] = e4m3(code[n, k]) * scale[n, k // group_size]
 
 The zero point is 128 or 8, and `least` is the minimum of each group. dequantize() defines the
 meaning of codes; a backend may change their layout (`ops.pack`). octavo.model.quant quantises
@@ -24,25 +24,30 @@ class WeightFormat(NamedTuple):
     bits: int  # 8 or 4
     group_size: int  # the number of inputs that share a scale; 0 means a whole row
     asymmetric: bool = False  # each group has a minimum
-    is_float: bool = False  # codes are e4m3 floats; 8 bits without groups only
-    # A backend may quantise activations to 8 bits, with one scale for each row, if that is faster.
+    is_float: bool = False  # codes are e4m3 floats: 8 bits, whole rows or groups of 128 inputs
+    # Integers: a backend may quantise activations to 8 bits, with one scale for each row, if that
+    # is faster. Floats: every backend rounds activations to e4m3 (octavo.ops.activations).
     quantizes_activations: bool = False
-    float32_scales: bool = False  # scales and minima are float32 instead of float16; groups only
+    float32_scales: bool = False  # scales and minima are float32 instead of float16
+    static_activations: bool = False  # the weight has the scale of its activations: floats only
 
     @property
     def zero_point(self) -> int:
         return 0 if self.asymmetric or self.is_float else 1 << (self.bits - 1)
 
     def __str__(self) -> str:
-        if self.is_float:
-            return "fp8"
         group = f"-g{self.group_size}" if self.group_size else ""
-        return (
-            f"int{self.bits}{group}"
-            + "-asym" * self.asymmetric
-            + "-a8" * self.quantizes_activations
-            + "-f32" * self.float32_scales
-        )
+        scales = "-f32" * self.float32_scales
+        if self.is_float:
+            static = "-static" * self.static_activations
+            return f"fp8{group}{static}" + "-a16" * (not self.quantizes_activations) + scales
+        activations = "-a8" * self.quantizes_activations
+        return f"int{self.bits}{group}" + "-asym" * self.asymmetric + activations + scales
+
+
+def rounds_activations(weight_format: WeightFormat) -> bool:
+    """Whether every backend rounds the activations of a product with such a weight."""
+    return weight_format.is_float and weight_format.quantizes_activations
 
 
 class QuantWeight(nn.Module):
@@ -54,6 +59,9 @@ class QuantWeight(nn.Module):
     codes: Tensor  # [out, in] uint8, or [out, ceil(in / 2)] for 4 bits
     scale: Tensor  # [out, groups] float16, or float32 if the format has float32_scales
     least: Tensor | None  # the minimum of each group, like scale
+    # [out, 1] float32, the static scale of activations. A product uses the largest one of its rows:
+    # the parts of a weight, such as q, k and v, have the same input.
+    input_scale: Tensor | None
 
     def __init__(
         self,
@@ -62,6 +70,7 @@ class QuantWeight(nn.Module):
         codes: Tensor,
         scale: Tensor,
         least: Tensor | None,
+        input_scale: Tensor | None = None,
     ):
         super().__init__()
         self.format = weight_format
@@ -69,6 +78,7 @@ class QuantWeight(nn.Module):
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
         self.register_buffer("least", least)
+        self.register_buffer("input_scale", input_scale)
 
     @staticmethod
     def empty(weight_format: WeightFormat, outputs: int, inputs: int) -> QuantWeight:
@@ -86,13 +96,23 @@ class QuantWeight(nn.Module):
             for _ in range(2)
         )
         return QuantWeight(
-            weight_format, inputs, codes, scale, least if weight_format.asymmetric else None
+            weight_format,
+            inputs,
+            codes,
+            scale,
+            least if weight_format.asymmetric else None,
+            torch.empty(outputs, 1, dtype=torch.float32)
+            if weight_format.static_activations
+            else None,
         )
 
     def __getitem__(self, rows: slice | Tensor) -> QuantWeight:
         """Return some rows. A slice gives a view, through which this weight can be written."""
         least = None if self.least is None else self.least[rows]
-        return QuantWeight(self.format, self.shape[1], self.codes[rows], self.scale[rows], least)
+        input_scale = None if self.input_scale is None else self.input_scale[rows]
+        return QuantWeight(
+            self.format, self.shape[1], self.codes[rows], self.scale[rows], least, input_scale
+        )
 
     def columns(self, first: int, stop: int) -> QuantWeight:
         """Return a view of some inputs, which must be whole groups."""
@@ -105,7 +125,7 @@ class QuantWeight(nn.Module):
             groups = slice(first // group_size, -(-stop // group_size))
             scale = scale[:, groups]
             least = None if least is None else least[:, groups]
-        return QuantWeight(self.format, stop - first, codes, scale, least)
+        return QuantWeight(self.format, stop - first, codes, scale, least, self.input_scale)
 
     def unpacked(self) -> Tensor:
         """Return the codes, one in each byte: [out, in] uint8."""

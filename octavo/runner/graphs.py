@@ -96,16 +96,39 @@ class StepGraphs:
         self.graphs: dict[GraphShape, StepGraph] = {}
         self.pool: Any = None  # memory that all graphs share: only one runs at a time
 
+    def shapes(self) -> list[GraphShape]:
+        """Return the shapes of all graphs, the largest of each kind first. With a drafter on the
+        device, each step without drafts has two graphs: the drafter follows one of them."""
+        decode_shapes = [GraphShape(size, size) for size in self.decode_sizes]
+        plain_shapes = decode_shapes[::-1] + self.mixed_shapes[::-1]
+        if self.drafter is None:
+            return plain_shapes + self.verify_shapes[::-1]
+        return [
+            *(
+                shape._replace(follows=follows)
+                for shape in plain_shapes
+                for follows in (True, False)
+            ),
+            *(shape._replace(follows=True) for shape in self.verify_shapes[::-1]),
+        ]
+
+    @torch.inference_mode()
+    def compile_part(self, part: int, num_parts: int) -> None:
+        """Run every num_parts-th step that has a graph, so that its kernels are compiled."""
+        for shape in self.shapes()[part::num_parts]:
+            self._run(self.padding_inputs(shape), shape)
+
     def capture_all(self) -> None:
         """Capture the largest graph first: the others then fit into its memory."""
-        for size in reversed(self.decode_sizes):
-            self._graph_for(GraphShape(size, size))
-        for shape in reversed(self.mixed_shapes):
-            self._graph_for(shape)
-        for shape in reversed(self.verify_shapes):
+        for shape in self.shapes():
             self._graph_for(shape)
         host = torch.empty(1, dtype=torch.int32, pin_memory=True)
         self.copy_to_host(host, self.batch_slots.ints[0, :1])
+
+    def followed(self, shape: GraphShape, plan: Plan) -> GraphShape:
+        """Return the graph of this shape that the drafter on the device follows if the plan says
+        so. Following costs time, and does not pay in every step."""
+        return shape._replace(follows=self.drafter is not None and plan.followed)
 
     # ---- decode ----------------------------------------------------------------------------------
 
@@ -120,7 +143,7 @@ class StepGraphs:
         """Launch a decode step."""
         num_items = len(plan.items)
         size = self.decode_sizes[bisect.bisect_left(self.decode_sizes, num_items)]
-        captured = self._graph_for(GraphShape(size, size))
+        captured = self._graph_for(self.followed(GraphShape(size, size), plan))
         slots = [item.slot for item in plan.items]
         blocks = [0] * num_items
         if plan.block_appends:
@@ -135,7 +158,7 @@ class StepGraphs:
             captured.sent = inputs
         return captured.replay(num_items)
 
-    def run_decode(self, inputs: Tensor) -> ForwardResult:
+    def run_decode(self, inputs: Tensor, shape: GraphShape) -> ForwardResult:
         """Compute a decode step. inputs [2 * size]: slots, then the new block of each or 0."""
         slots, new_blocks = inputs.view(2, -1)
         batch_slots = self.batch_slots
@@ -162,12 +185,12 @@ class StepGraphs:
         hidden, logits = self.model.forward_with_logits(batch, self.kv.view)
         forward = ForwardResult(slots, logits, seq_lens)
         forward = forward._replace(tokens=choose(forward, batch_slots, self.model.ops))
-        self._observe(batch, hidden)
+        self._observe(batch, hidden, shape)
         return forward
 
-    def _observe(self, batch: ForwardBatch, hidden: Tensor) -> None:
-        """Let the drafter on the device follow the step."""
-        if self.drafter is not None:
+    def _observe(self, batch: ForwardBatch, hidden: Tensor, shape: GraphShape) -> None:
+        """Let the drafter on the device follow the step, if it is to."""
+        if self.drafter is not None and shape.follows:
             self.drafter.observe(Observed(batch, hidden), self.batch_slots)
 
     def replay(self, shape: GraphShape, layout: Tensor, num_rows: int) -> ForwardResult:
@@ -229,7 +252,7 @@ class StepGraphs:
         spans += [Span(shape.tokens, 0, self.max_len)] * (num_items - len(spans))
         batch_slots = self.batch_slots
         batch = gather(layout, num_items, batch_slots, self.kv.block_size, spans)
-        if self.drafter is not None and self.drafter.needs_hidden:
+        if shape.follows and self.drafter is not None and self.drafter.needs_hidden:
             hidden = self.model(batch, self.kv.view)
             logits = self.model.logits(hidden[batch.logit_indices])
         else:
@@ -240,7 +263,7 @@ class StepGraphs:
         batch_slots.computed[batch_slots.padding_slot :].zero_()
         forward = ForwardResult(batch.slots, logits, batch.seq_lens)
         tokens = choose(forward, batch_slots, self.model.ops, is_sampled)
-        self._observe(batch, hidden)
+        self._observe(batch, hidden, shape)
         return forward._replace(tokens=tokens)
 
     # ---- verify ----------------------------------------------------------------------------------
@@ -267,7 +290,7 @@ class StepGraphs:
         rows = compute_rows(self.model, self.kv, batch_slots, layout, self.max_len)
         tokens = choose(rows.forward, batch_slots, self.model.ops)
         kept = keep_rows(rows, batch_slots)
-        self._observe(rows.batch, rows.hidden)
+        self._observe(rows.batch, rows.hidden, shape)
         return rows.forward._replace(tokens=tokens, kept=kept)
 
     # ---- capture ---------------------------------------------------------------------------------
@@ -281,7 +304,7 @@ class StepGraphs:
         if shape.verifies:
             return self.run_verify(inputs, shape)
         if shape.decoding == shape.tokens:
-            return self.run_decode(inputs)
+            return self.run_decode(inputs, shape)
         return self.run_mixed(inputs, shape)
 
     def padding_inputs(self, shape: GraphShape) -> Tensor:

@@ -197,6 +197,11 @@ class Runner:
         if self.graphs is not None:
             self.graphs.capture_all()
 
+    def compile_graphs(self, part: int, num_parts: int) -> None:
+        """Compile the kernels of one part of the graphs, without capturing them."""
+        if self.graphs is not None:
+            self.graphs.compile_part(part, num_parts)
+
     # ---- launch ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -330,9 +335,12 @@ class Runner:
     def _find_shape(self, plan: Plan, graphs: StepGraphs) -> GraphShape | None:
         """Return the graph to replay, if there is one. Drafts of a sequence that is sampled with
         more than a temperature are verified without a graph."""
+        shape = None
         if not plan.num_drafts:
-            return graphs.find_mixed_shape(plan.items)
-        return None if self._is_special(plan) else graphs.find_verify_shape(plan)
+            shape = graphs.find_mixed_shape(plan.items)
+        elif not self._is_special(plan):
+            shape = graphs.find_verify_shape(plan)
+        return None if shape is None else graphs.followed(shape, plan)
 
     def _is_special(self, plan: Plan) -> bool:
         """Return whether sampling needs more than Ops.choose."""

@@ -32,6 +32,7 @@ class GraphShape(NamedTuple):
     tokens: int  # of all items; equal to `decoding` if the step only decodes
     verifies: bool = False  # rows of the same sequence may follow each other: drafts
     num_passes: int = 0  # of the drafter on the device, before the drafts are verified
+    follows: bool = False  # the drafter on the device follows the step (octavo/core/speculation.py)
 
     @property
     def drafting(self) -> int:
@@ -90,7 +91,10 @@ def verify_shapes(limits: RunnerLimits) -> list[GraphShape]:
 
 
 def held_logits(limits: RunnerLimits) -> int:
-    """Return how many rows of logits all captured graphs keep in memory. Each has its own."""
+    """Return how many rows of logits all captured graphs keep in memory. Each has its own. With a
+    drafter on the device, a step without drafts has two graphs: the drafter follows one of them."""
     decode_rows = sum(decode_sizes(limits.max_slots))
     mixed_rows = sum(shape.items for shape in mixed_shapes(limits.max_slots, limits.max_tokens))
-    return decode_rows + mixed_rows + sum(shape.tokens for shape in verify_shapes(limits))
+    graphs_of_a_shape = 2 if limits.drafts_on_device else 1
+    verify_rows = sum(shape.tokens for shape in verify_shapes(limits))
+    return graphs_of_a_shape * (decode_rows + mixed_rows) + verify_rows

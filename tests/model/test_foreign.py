@@ -214,8 +214,8 @@ def changed(about: dict[str, Any], **fields: Any) -> dict[str, Any]:
         ("compressed-tensors", changed(COMPRESSED, num_bits=8), "has num_bits 8"),
         (
             "compressed-tensors",
-            changed(COMPRESSED, format="float-quantized"),
-            "has format 'float-quantized'",
+            changed(COMPRESSED, format="int-quantized"),
+            "has format 'int-quantized'",
         ),
         (
             "compressed-tensors",

@@ -35,7 +35,7 @@ needs_kernels = pytest.mark.skipif(
 )
 # Largest relative error of normal values: a step is the range over the number of codes.
 ERRORS = {
-    "int8": 0.02, "int8-a8": 0.02, "int8-g32": 0.007, "fp8": 0.04, "int4-g32": 0.1, "int4-g64": 0.11, "int4-g128": 0.13,
+    "int8": 0.02, "int8-a8": 0.02, "int8-g32": 0.007, "fp8": 0.04, "fp8-a16": 0.04, "int4-g32": 0.1, "int4-g64": 0.11, "int4-g128": 0.13,
     "int4-g32-asym": 0.09, "int4-g64-asym": 0.1, "int4-g128-asym": 0.12,
 }  # fmt: skip
 
@@ -79,7 +79,8 @@ def test_names_are_read_and_written(name: str) -> None:
 
 def test_an_unknown_name_says_which_there_are() -> None:
     with pytest.raises(
-        InvalidRequest, match=r"quantization is one of auto, none, int8, .*int4-g64.*, not 'int3'"
+        InvalidRequest,
+        match=r"quantization \(--quant\) is one of auto, none, int8, .*int4-g64.*, not 'int3'",
     ):
         quant.parse("int3")
 

@@ -41,7 +41,7 @@ def logits(ops: Ops, architecture: str, name: str) -> torch.Tensor:
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("architecture", "name"),
-    [("llama", "int4-g32-asym"), ("qwen2", "int8"), ("gemma3", "fp8"), ("gpt2", "int4-g64")],
+    [("llama", "int4-g32-asym"), ("qwen2", "int8"), ("gemma3", "fp8-a16"), ("gpt2", "int4-g64")],
 )
 def test_logits(architecture: str, name: str) -> None:
     got, want = logits(TritonOps(), architecture, name), logits(ReferenceOps(), architecture, name)
@@ -69,7 +69,7 @@ OPTIONS = dict(max_model_len=200, max_num_seqs=8, num_gpu_blocks_override=40, pr
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gpt2"])
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4-g32", "int4-g128-asym"])
+@pytest.mark.parametrize("name", ["int8", "fp8-a16", "int4-g32", "int4-g128-asym"])
 def test_tokens(name: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's, whose steps are graphs, against plain PyTorch's."""
 
@@ -89,7 +89,7 @@ def test_tokens(name: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["int8-a8", "fp8", "int4-g128", "int8-g32"])
+@pytest.mark.parametrize("name", ["int8-a8", "fp8", "fp8-a16", "int4-g128", "int8-g32"])
 def test_random_weights_in_bfloat16(name: str) -> None:
     """As benchmarks load them. Every sequence gets its tokens."""
     llm = LLM(

@@ -114,7 +114,7 @@ def test_ranks_compute_the_logits_of_the_whole_model(architecture: str, size: in
     [
         ("llama", "int8"),
         ("gpt2", "int8"),
-        ("qwen2", "fp8"),
+        ("qwen2", "fp8-a16"),
         ("qwen3", "int8-g32"),
         ("qwen3", "int4-g32"),
         ("gemma3", "int4-g32-asym"),

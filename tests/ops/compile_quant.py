@@ -24,11 +24,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 KERNELS = {
     "quant_gemv": ("gemv_kernel",), "quant_gemm": ("gemm_kernel",), "hopper_gemm": ("hopper_kernel",), "dequantize": ("expand_kernel",),
-    "activation_gemm": ("round_kernel", "int8_kernel"),
+    "activation_gemm": ("round_kernel", "round_fp8_kernel", "bytes_kernel"),
 }  # fmt: skip
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 
@@ -104,14 +104,16 @@ def main() -> None:
     from octavo.model.dequant import CODED
     from octavo.ops.triton import quant as packed
     from octavo.ops.triton.quant.hopper_gemm import TILES, Hopper
-    from octavo.ops.weight import QuantWeight
+    from octavo.ops.weight import QuantWeight, WeightFormat
 
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     for module, names in KERNELS.items():
         loaded = importlib.import_module(f"octavo.ops.triton.quant.{module}")
         for name in names:
             setattr(loaded, name, Recorder(getattr(loaded, name), launches))
-    for name, form in (quant.FORMATS | {str(form): form for form in CODED.values()}).items():
+    blocks = WeightFormat(8, 128, is_float=True, quantizes_activations=True, float32_scales=True)
+    stored = {str(form): form for form in (*CODED.values(), blocks)}
+    for name, form in (quant.FORMATS | stored).items():
         weight, bias = (
             packed.TritonWeight(QuantWeight.empty(form, 1024, 2048)),
             torch.empty(1024, dtype=torch.bfloat16),
@@ -136,8 +138,12 @@ def main() -> None:
                         "how": str(how),
                         "by_hand": written,
                     }
-                    if kernel.__name__ == "hopper_kernel":
+                    if kernel.__name__ in ("hopper_kernel", "bytes_kernel"):
                         line |= {"tile": args[-5:], "complaints": complaints(compiled.asm["ptx"])}
+                    if kernel.__name__ == "bytes_kernel":
+                        line["wgmma"] = re.findall(
+                            r"wgmma.mma_async\S*\.(\w+\.\w+)\s", compiled.asm["ptx"]
+                        )
                     print(
                         json.dumps(
                             {"kernel": kernel.__name__, "shared": compiled.metadata.shared} | line

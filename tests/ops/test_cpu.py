@@ -3,6 +3,8 @@ decoders, the draw."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import subprocess
 import sys
@@ -20,8 +22,17 @@ from octavo.model import build, quant, registry
 from octavo.model.embedded import INSTALL, PACKAGE
 from octavo.ops import ForwardBatch, SamplingColumns, Watched
 from octavo.ops.cpu import CpuOps, paged_attention
-from octavo.ops.cpu.cpu_features import INSTRUCTION_SETS, cpu_flags, instruction_set
-from octavo.ops.cpu.thread_pool import ThreadPool, thread_pool
+from octavo.ops.cpu.cpu_features import (
+    INSTRUCTION_SETS,
+    cpu_flags,
+    instruction_set,
+)
+from octavo.ops.cpu.thread_pool import (
+    ThreadPool,
+    kernels,
+    thread_pool,
+    writable,
+)
 from octavo.ops.cpu.weight_layout import CpuWeight
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight
@@ -426,11 +437,31 @@ def test_lesser_instruction_sets_compute_the_same(isa: str) -> None:
 def test_where_kernels_cannot_be_kept_is_noticed(tmp_path: Path) -> None:
     """They are compiled into a directory that is gone afterwards, instead of the server's not
     starting."""
-    from octavo.ops.cpu.thread_pool import writable
-
     assert writable(tmp_path / "new" / "place") and (tmp_path / "new" / "place").is_dir()
     (tmp_path / "file").write_text("")
     assert not writable(tmp_path / "file" / "place") and not writable(Path("/proc/no/such/place"))
+
+
+@needs_kernels
+def test_only_a_start_that_compiles_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def report() -> Iterator[None]:
+        told.append("begins")
+        yield
+        told.append("ends")
+
+    kernels()  # Compiles now if that was not done, and later calls import nothing.
+    module = importlib.import_module("octavo.ops.cpu.thread_pool")
+    monkeypatch.setattr(module, "_compilation_report", report)
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    kernels.__wrapped__()
+    assert told == ["begins", "ends"]
+    kernels.__wrapped__()
+    assert told == ["begins", "ends"], "the kernels are marked as compiled"
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")

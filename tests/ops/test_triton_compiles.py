@@ -27,7 +27,8 @@ def test_every_product_compiles_for_hopper() -> None:
         "hopper_kernel",
         "expand_kernel",
         "round_kernel",
-        "int8_kernel",
+        "round_fp8_kernel",
+        "bytes_kernel",
     }
     assert {line["kernel"] for line in lines} == kernels
     assert [line for line in lines if line["shared"] > SHARED] == []
@@ -37,3 +38,32 @@ def test_every_product_compiles_for_hopper() -> None:
     assert products and all(line["by_hand"] for line in products)
     # tensor cores do not wait for each product
     assert [line["complaints"] for line in lines if line.get("complaints")] == []
+    # fp8 activations meet fp8 weights in the tensor cores
+    products = [
+        line for line in lines if line["kernel"] == "bytes_kernel" and "fp8" in line["format"]
+    ]
+    assert products and all(set(line["wgmma"]) == {"e4m3.e4m3"} for line in products)
+
+
+@pytest.mark.slow
+def test_batch_invariant_kernels_compile_for_hopper() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.compile_invariant"]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr[-2000:]
+    lines = [json.loads(line) for line in found.stdout.splitlines()]
+    assert {line["kernel"] for line in lines} == {
+        "product_kernel",
+        "attention_kernel",
+        "merge_kernel",
+    }
+    assert [line for line in lines if line["shared"] > SHARED] == []
+    on_tensor_cores = [
+        line
+        for line in lines
+        if line["dtype"] == "torch.bfloat16" and line["kernel"] != "merge_kernel"
+    ]
+    assert on_tensor_cores and all(line["wgmma"] > 0 for line in on_tensor_cores)
+    # The products of few rows keep everything in registers.
+    spills = [line for line in lines if line["kernel"] == "product_kernel" and line["stages"] > 4]
+    assert spills and not any(line["complaints"] for line in spills)

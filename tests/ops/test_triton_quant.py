@@ -14,8 +14,9 @@ from torch import Tensor
 
 from octavo.model import quant
 from octavo.model.dequant import CODED
+from octavo.ops.activations import round_activations
 from octavo.ops.reference import ReferenceOps
-from octavo.ops.weight import JoinedWeight, QuantWeight
+from octavo.ops.weight import JoinedWeight, QuantWeight, WeightFormat, rounds_activations
 from tests.conftest import DEVICE
 from tests.marks import slow_after
 from tests.ops.test_reference import draw
@@ -23,6 +24,7 @@ from tests.ops.test_reference import draw
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps
 from octavo.ops.triton import quant as packed
+from octavo.ops.triton.quant.activation_gemm import Rounded, round_rows
 from octavo.ops.triton.quant.dequantize import Dense
 from octavo.ops.triton.quant.hopper_gemm import TILES, Hopper, fastest
 from octavo.ops.triton.quant.quant_gemm import Gemm, cut
@@ -30,8 +32,22 @@ from octavo.ops.triton.quant.quant_gemv import Gemv
 
 pytestmark = pytest.mark.parity
 TRITON, REFERENCE = TritonOps(), ReferenceOps()
-# and those of GGUF files alone
-FORMATS = [*quant.FORMATS, *sorted({str(form) for form in CODED.values()} - set(quant.FORMATS))]
+# those of fp8 checkpoints
+FP8_FORMATS = {
+    str(form): form
+    for form in (
+        WeightFormat(8, group, False, True, rounds, True, static)
+        for group, rounds, static in (
+            (0, True, False),
+            (0, True, True),
+            (128, True, False),
+            (128, False, False),
+        )
+    )
+}
+# and those of GGUF files
+STORED = {str(form): form for form in CODED.values()} | FP8_FORMATS
+FORMATS = [*quant.FORMATS, *sorted(set(STORED) - set(quant.FORMATS))]
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 # (outputs, inputs): rows
 ROWS = {(70, 100): (1, 3, 17, 64), (33, 576): (1, 2, 16, 33), (144, 257): (1, 5, 130)}
@@ -44,11 +60,19 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def quantized(name: str, outputs: int, inputs: int) -> QuantWeight:
-    form = ({str(form): form for form in CODED.values()} | quant.FORMATS)[name]
+    form = (STORED | quant.FORMATS)[name]
     with torch.device(DEVICE):
         weight = QuantWeight.empty(form, outputs, inputs)
     if name in quant.FORMATS:
         quant.fill(weight, random(outputs, inputs, seed=1))
+    elif form.is_float:
+        rows = random(outputs, inputs, seed=1)
+        source = QuantWeight.empty(form._replace(static_activations=False), outputs, inputs)
+        quant.fill(source.to(DEVICE), rows)
+        for target, found in ((weight.codes, source.codes), (weight.scale, source.scale)):
+            target.copy_(found)
+        if weight.input_scale is not None:
+            weight.input_scale.copy_(torch.linspace(0.002, 0.006, outputs)[:, None])
     else:  # nobody makes these from numbers; of 8 bits with least values there are 32 codes at most
         most = 32 if form.asymmetric and form.bits == 8 else 256
         generator = torch.Generator(DEVICE).manual_seed(1)
@@ -72,6 +96,11 @@ def error(got: Tensor, x: Tensor, weight: QuantWeight, bias: Tensor | None = Non
 
 def rounded(x: Tensor, weight: QuantWeight) -> Tensor:
     """What is left of x where activations have 8 bits."""
+    if rounds_activations(weight.format):
+        static_scale = None if weight.input_scale is None else weight.input_scale.amax()
+        group_size = weight.format.group_size or x.shape[1]
+        codes, scale = round_activations(x, group_size, static_scale)
+        return codes.float() * scale.repeat_interleave(group_size, 1)[:, : x.shape[1]]
     if not weight.format.quantizes_activations or len(x) <= packed.EXACT_ROWS:
         return x
     unit = x.float().abs().amax(1, keepdim=True) / 127
@@ -98,6 +127,44 @@ def test_linear_in_float32(name: str) -> None:
     for rows in (1, 5, 20):
         x = random(rows, 300)
         assert error(TRITON.linear(x, ready), rounded(x, weight), weight) < 2e-6, rows
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-f32", "fp8-static-f32", "fp8-g128-f32"])
+@pytest.mark.parametrize("inputs", [100, 300])
+def test_activations_are_rounded_as_the_reference_rounds_them(inputs: int, name: str) -> None:
+    """Code by code and scale by scale; a row with a NaN makes NaN, and a row of zeros zeros."""
+    weight = quantized(name, 70, inputs)
+    ready = TRITON.pack(weight)
+    x = (
+        random(7, inputs, dtype=HALF)
+        * torch.tensor([1, 1e-3, 30, 1, 0, 1, 1], device=DEVICE)[:, None]
+    )
+    x = x.to(HALF)
+    x[5, 3] = float("nan")
+    static_scale = None if weight.input_scale is None else weight.input_scale.amax()
+    codes, scale = round_activations(x, weight.format.group_size or inputs, static_scale)
+    words, got_scale = round_rows(x, ready)
+    finite = [0, 1, 2, 3, 4, 6]
+    assert torch.equal(got_scale[finite], scale[finite])
+    pairs = words.view(torch.uint8).view(7, -1, 32, 2).transpose(2, 3).flatten(1)[:, :inputs]
+    got = pairs[finite].view(torch.float8_e4m3fn).float()
+    assert torch.equal(got, codes[finite].float())
+    output = TRITON.linear(x, ready)
+    assert output[5].isnan().all() and output[finite].isfinite().all() and not output[4].any()
+    want = REFERENCE.linear(x, weight)
+    torch.testing.assert_close(output[finite], want[finite], atol=2e-2, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-g128-f32"])
+def test_programs_that_share_a_tile_of_rounded_activations_add_up(name: str) -> None:
+    weight, how = quantized(name, 70, 1500), Rounded(Gemm(16, 64, 2, 2, 8))
+    ready, x = TRITON.pack(weight), random(20, 1500, dtype=HALF)
+    bias, add = random(70, seed=2, dtype=HALF), random(20, 70, seed=3, dtype=HALF)
+    assert cut(20, ready, how.tile)[1] > 1
+    got = packed.linear(x, ready, bias, add.clone(), how)
+    want = REFERENCE.linear(x, weight, bias, add)
+    torch.testing.assert_close(got, want, atol=5e-2, rtol=5e-3)
+    assert not ready.locks.any()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -148,7 +215,7 @@ WAYS = [
         4,
         [
             "int8",
-            "fp8",
+            "fp8-a16",
             "int4-g64",
             "int8-g16-asym-f32",
             "int8-g32",
@@ -176,7 +243,7 @@ def test_programs_that_share_a_tile_leave_no_trace() -> None:
     assert not weight.locks.any()
 
 
-@pytest.mark.parametrize("name", ["int8", "int8-a8", "int4-g128"])
+@pytest.mark.parametrize("name", ["int8", "int8-a8", "fp8", "fp8-g128-f32", "int4-g128"])
 @pytest.mark.parametrize("rows", [5, 40])
 def test_a_row_does_not_depend_on_the_others(rows: int, name: str) -> None:
     weight = TRITON.pack(quantized(name, 70, 300))
@@ -194,7 +261,9 @@ def test_memory(name: str, most: float) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4-g128", "int4-g32-asym"])
+@pytest.mark.parametrize(
+    "name", ["int8", "fp8", "fp8-g128-f32", "fp8-a16", "int4-g128", "int4-g32-asym"]
+)
 @pytest.mark.parametrize(("outputs", "inputs"), [(28672, 1024), (4096, 4096), (1000, 2048)])
 def test_products_of_a_models_size_are_right_every_time(
     outputs: int, inputs: int, name: str
@@ -205,7 +274,8 @@ def test_products_of_a_models_size_are_right_every_time(
     ready = TRITON.pack(weight)
     for rows in (16, 32, 64, 100, 256, 384):
         x = random(rows, inputs, dtype=HALF)
-        assert max(error(packed.linear(x, ready), x, weight) for _ in range(3)) < 6e-3
+        want = rounded(x, weight)
+        assert max(error(packed.linear(x, ready), want, weight) for _ in range(3)) < 6e-3
 
 
 @pytest.mark.parametrize(
@@ -228,7 +298,7 @@ def test_tiles_of_many_rows_leave_no_multiprocessor_idle(
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [1, 2, 8])
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4-g128"])
+@pytest.mark.parametrize("name", ["int8", "fp8-a16", "int4-g128"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(256, 4096), (28672, 1024)])
 def test_products_of_many_rows(
     outputs: int, inputs: int, name: str, tile: Hopper, split: int
@@ -259,7 +329,8 @@ def test_products_of_many_rows(
 def test_products_can_be_captured() -> None:
     """Nothing in a product makes the host wait or depends on the data."""
     weights = [
-        TRITON.pack(quantized(name, 256, 512)) for name in ("int8", "fp8", "int8-a8", "int4-g128")
+        TRITON.pack(quantized(name, 256, 512))
+        for name in ("int8", "fp8", "fp8-a16", "fp8-g128-f32", "int8-a8", "int4-g128")
     ]
     for rows in (1, 7, 100):
         x = random(rows, 512, dtype=HALF)

@@ -33,6 +33,7 @@ from tests.model.test_draft_head import random_tensors, write_head
 
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps
+from octavo.ops.triton.invariant_triton import InvariantTritonOps
 from octavo.runner import shapes
 from octavo.runner.graphs import StepGraph, StepGraphs
 from octavo.runner.shapes import GraphShape, RunnerLimits, decode_sizes, held_logits
@@ -44,12 +45,15 @@ LARGE_LIMITS = RunnerLimits(max_slots=100, max_len=4096, max_tokens=8192)
 
 
 def make_runner(
-    use_graphs: bool, kv_dtype: torch.dtype = torch.float32, drafter: str | None = None
+    use_graphs: bool,
+    kv_dtype: torch.dtype = torch.float32,
+    drafter: str | None = None,
+    ops: TritonOps | None = None,
 ) -> Runner:
     hf = tiny.hf_model("qwen3").config.to_dict()
     hf["architectures"] = ["Qwen3ForCausalLM"]
     config = registry.parse(hf)
-    model = build(config, registry.find(hf), TritonOps(), torch.float32, DEVICE)
+    model = build(config, registry.find(hf), ops or TritonOps(), torch.float32, DEVICE)
     dummy_weights(model, seed=1)
     kv = KVStore(config, CacheConfig(BLOCK, 40), kv_dtype, torch.device(DEVICE))
     kv.tensor.zero_()
@@ -157,6 +161,48 @@ def test_graphs_compute_the_same_as_eager_steps(
         got_state = getattr(special.batch_slots, name)
         want_state = getattr(general.batch_slots, name)
         torch.testing.assert_close(got_state[:4], want_state[:4])
+
+
+def test_padding_changes_no_bit_with_batch_invariant_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The KV of graphs and of eager steps is the same, bit for bit, and so are hidden states."""
+    monkeypatch.setattr(shapes, "PIGGYBACK_DECODING", [2])
+    monkeypatch.setattr(shapes, "PIGGYBACK_SIZES", [7])
+    if DEVICE == "cpu":  # pinned memory is CUDA's
+        plain = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
+    general, special = (make_runner(False, ops=InvariantTritonOps()) for _ in range(2))
+    special.graphs = WithoutCapture(special.model, special.kv, special.batch_slots, LIMITS)
+    for plan in plans()[:3]:
+        want = general.launch(plan).wait().tokens
+        assert special.launch(plan).wait().tokens == want
+    padding_block = 1
+    assert torch.equal(special.kv.tensor[padding_block:], general.kv.tensor[padding_block:])
+
+
+@pytest.mark.parametrize("is_followed", slow_after(1, [False, True]))
+def test_a_drafter_follows_a_graph_only_if_the_plan_says_so(
+    is_followed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cpu":
+        plain = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
+    runner = make_runner(False, drafter="head")
+    assert runner.drafter is not None
+    observed: list[int] = []
+    monkeypatch.setattr(
+        runner.drafter, "observe", lambda seen, slots: observed.append(len(seen.batch.ids))
+    )
+    limits = LIMITS._replace(drafts_on_device=True)
+    runner.graphs = WithoutCapture(
+        runner.model, runner.kv, runner.batch_slots, limits, runner.drafter
+    )
+    for plan in plans()[:3]:
+        plan.followed = is_followed
+        runner.launch(plan).wait()
+    assert bool(observed) == is_followed
+    assert all(shape.follows == is_followed for shape in runner.graphs.graphs)
 
 
 def draft_plan(step: int, state: BatchSlots, drafts: dict[int, list[int]]) -> Plan:
@@ -327,6 +373,9 @@ def test_the_logits_that_graphs_hold_are_counted() -> None:
         held_logits(LARGE_LIMITS)
         == sum(s.items for s in sizes)
         > held_logits(LARGE_LIMITS._replace(max_slots=8))
+    )
+    assert held_logits(LARGE_LIMITS._replace(drafts_on_device=True)) == 2 * held_logits(
+        LARGE_LIMITS
     )
 
 

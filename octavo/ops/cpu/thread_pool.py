@@ -8,6 +8,8 @@ both. The pool runs one job at a time, and its threads sleep in between.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import hashlib
 import logging
 import os
 import shutil
@@ -15,6 +17,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +41,37 @@ def writable(directory: Path) -> bool:
     return os.access(directory, os.W_OK | os.X_OK)
 
 
+@contextlib.contextmanager
+def print_compilation() -> Iterator[None]:
+    print("octavo: compiling CPU kernels, once ...", end="", file=sys.stderr, flush=True)
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        print(f" {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+
+
+_compilation_report: Callable[[], AbstractContextManager[None]] = print_compilation
+
+
+def report_compilation(report: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let this context surround a compilation, which takes about a minute. The default prints it.
+
+    It must be called before a model is built.
+    """
+    global _compilation_report
+    _compilation_report = report
+
+
+def compiled_mark(directory: Path) -> Path:
+    """Return the file that exists once all kernels are compiled.
+
+    numba caches by the path of the source, so every installation has its own file.
+    """
+    place = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:16]
+    return directory / f"compiled-{place}"
+
+
 @cache
 def kernels() -> ModuleType | None:
     """Return the compiled kernels (octavo.ops.cpu.jit.run_jit).
@@ -51,7 +86,7 @@ def kernels() -> ModuleType | None:
 
     config: Any = numba.config
     directory = cache_directory(isa)
-    compiles = not cache_directory(isa).exists()
+    compiles = not compiled_mark(directory).exists()
     if not writable(directory):
         log.warning(
             "CPU kernels cannot be cached in %s, so they are compiled at every start "
@@ -61,23 +96,17 @@ def kernels() -> ModuleType | None:
         directory = Path(tempfile.mkdtemp(prefix="octavo-kernels-"))
         compiles = True
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    started = time.monotonic()
-    if compiles:
-        print(
-            f"octavo: compiling CPU kernels for {isa.name}, once ...",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+    report = _compilation_report() if compiles else contextlib.nullcontext()
     # numba reads CACHE_DIR when a function is declared.
     before = config.CACHE_DIR
     config.CACHE_DIR = str(directory)
     try:
-        from octavo.ops.cpu.jit import run_jit
+        with report:
+            from octavo.ops.cpu.jit import run_jit
+
+        compiled_mark(directory).touch()
     finally:
         config.CACHE_DIR = before
-        if compiles:
-            print(f" {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
     return run_jit
 
 

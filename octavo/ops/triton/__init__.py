@@ -16,7 +16,7 @@ from octavo.ops.fused_spec import DecoderSpec, Fused
 from octavo.ops.kv import KV
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.triton import attention_kernels, dense_gemv, fused_kernels, quant, sampling_kernels
-from octavo.ops.weight import JoinedWeight, QuantWeight
+from octavo.ops.weight import JoinedWeight, QuantWeight, WeightFormat, rounds_activations
 
 
 class TritonOps(ReferenceOps):
@@ -26,6 +26,8 @@ class TritonOps(ReferenceOps):
     def pack(self, weight: Any) -> Any:
         if isinstance(weight, JoinedWeight):
             return JoinedWeight(self.pack(part) for part in weight.parts)
+        if isinstance(weight, QuantWeight) and not has_kernels(weight.format):
+            return weight  # The reference computes its products.
         return quant.TritonWeight(weight) if isinstance(weight, QuantWeight) else weight
 
     def fuse(self, decoder: DecoderSpec) -> Fused | None:
@@ -44,6 +46,8 @@ class TritonOps(ReferenceOps):
             output = torch.cat([self.linear(hidden, part) for part in weight.parts], 1)
             output = output if bias is None else output.add_(bias)
             return output if residual is None else residual.add_(output)
+        if isinstance(weight, QuantWeight):
+            return super().linear(hidden, weight, bias, residual)
         if hidden.shape[0] == 1:
             return dense_gemv.gemv(hidden, weight, bias, residual)
         if residual is None:
@@ -115,10 +119,24 @@ class TritonOps(ReferenceOps):
 
         Plain KV has the dtype of the queries. Triton supports float8 (e4m3) from Ada and Hopper on.
         """
-        float8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
-        return (dtype, torch.int8, torch.float8_e4m3fn) if float8 else (dtype, torch.int8)
+        return (dtype, torch.int8, torch.float8_e4m3fn) if multiplies_fp8() else (dtype, torch.int8)
 
     def choose(
         self, logits: Tensor, slots: Tensor, positions: Tensor, sampling: SamplingColumns
     ) -> Tensor:
         return sampling_kernels.choose(logits, slots, positions, sampling)
+
+
+def has_kernels(weight_format: WeightFormat) -> bool:
+    """Whether there are kernels for a format on this GPU.
+
+    There are none for fp8 weights in blocks whose activations are not rounded.
+    """
+    if rounds_activations(weight_format):
+        return multiplies_fp8()
+    return not (weight_format.is_float and weight_format.group_size)
+
+
+def multiplies_fp8() -> bool:
+    """Whether the GPU has instructions for e4m3 numbers: Ada, Hopper and later ones."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)

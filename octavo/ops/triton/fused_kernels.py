@@ -226,7 +226,7 @@ def _turned(
 
 
 @triton.jit
-def _code(values, LARGEST_CODE: tl.constexpr):
+def code_of(values, LARGEST_CODE: tl.constexpr):
     """Round values in -LARGEST_CODE..LARGEST_CODE to int8, or to the bits of a float8 (e4m3).
 
     Ties are rounded to even.
@@ -262,8 +262,8 @@ def _compress(first_half, second_half, rounded_ptr, kv_ptr, LARGEST_CODE: tl.con
     scale = tl.where(usable, tl.div_rn(largest, LARGEST_CODE), 0.0) + not_finite
     code_type: tl.constexpr = kv_ptr.dtype.element_ty
     return (
-        _code(first_half, LARGEST_CODE).to(code_type, bitcast=True),
-        _code(second_half, LARGEST_CODE).to(code_type, bitcast=True),
+        code_of(first_half, LARGEST_CODE).to(code_type, bitcast=True),
+        code_of(second_half, LARGEST_CODE).to(code_type, bitcast=True),
         scale,
     )
 

@@ -200,11 +200,20 @@ def tile_kernel(num_rows: int, bits: int, least: bool) -> Any:
 
 
 TILE = 8 if LANES == 16 else 4  # the number of rows whose sums fit into registers
-int4_8, int4_4, int4_2, int4_1 = (tile_kernel(n, 4, False) for n in (TILE, 4, 2, 1))
-int4_asym_8, int4_asym_4, int4_asym_2, int4_asym_1 = (
-    tile_kernel(n, 4, True) for n in (TILE, 4, 2, 1)
-)
-int8_8, int8_4, int8_2, int8_1 = (tile_kernel(n, 8, False) for n in (TILE, 4, 2, 1))
+
+
+def tile_kernels(bits: int, least: bool) -> tuple[Any, ...]:
+    """Return the kernels of a weight format by their number of rows.
+
+    Every tile reads the weights of the block again, so few large tiles are best: two tiles of 2 + 1
+    rows take longer than a tile of four."""
+    sizes = (TILE, 4, 3, 2, 1)
+    return tuple(tile_kernel(rows, bits, least) for rows in sizes)
+
+
+int8_full, int8_4, int8_3, int8_2, int8_1 = tile_kernels(8, least=False)
+int4_full, int4_4, int4_3, int4_2, int4_1 = tile_kernels(4, least=False)
+asym_full, asym_4, asym_3, asym_2, asym_1 = tile_kernels(4, least=True)
 
 
 @inner
@@ -225,192 +234,60 @@ def block_product(
     group_size = field(weight, GROUP_SIZE)
     bits = field(weight, BITS)
     size = padded(field(weight, NUM_INPUTS), group_size)
-    num_groups = size // group_size
-    strips_per_group = group_size // STRIP
+    groups = size // group_size
+    strips = group_size // STRIP
     stride = size * LANES * bits // 8
-    info_stride = num_groups * LANES * 2
+    info_stride = groups * LANES * 2
     codes = field(weight, CODES) + block * stride
     scale = field(weight, SCALE) + block * info_stride
-    least = field(weight, LEAST)
-    codes_ahead = ahead * stride
-    info_ahead = ahead * info_stride
+    minima = field(weight, LEAST)
+    if minima != 0:
+        minima += block * info_stride
+    arguments = (
+        *(codes, scale, minima, input_row, input_stride, groups, strips),
+        *(output_row, output_stride, ahead * stride, ahead * info_stride),
+    )
     if bits == 8:
         if num_rows >= TILE:
-            int8_8(
-                codes,
-                scale,
-                least,
-                input_row,
-                input_stride,
-                num_groups,
-                strips_per_group,
-                output_row,
-                output_stride,
-                codes_ahead,
-                info_ahead,
-            )
+            int8_full(*arguments)
             return TILE
         if num_rows >= 4:
-            int8_4(
-                codes,
-                scale,
-                least,
-                input_row,
-                input_stride,
-                num_groups,
-                strips_per_group,
-                output_row,
-                output_stride,
-                codes_ahead,
-                info_ahead,
-            )
+            int8_4(*arguments)
             return 4
-        if num_rows >= 2:
-            int8_2(
-                codes,
-                scale,
-                least,
-                input_row,
-                input_stride,
-                num_groups,
-                strips_per_group,
-                output_row,
-                output_stride,
-                codes_ahead,
-                info_ahead,
-            )
+        if num_rows == 3:
+            int8_3(*arguments)
+            return 3
+        if num_rows == 2:
+            int8_2(*arguments)
             return 2
-        int8_1(
-            codes,
-            scale,
-            least,
-            input_row,
-            input_stride,
-            num_groups,
-            strips_per_group,
-            output_row,
-            output_stride,
-            codes_ahead,
-            info_ahead,
-        )
+        int8_1(*arguments)
         return 1
-    if least == 0:
+    if minima == 0:
         if num_rows >= TILE:
-            int4_8(
-                codes,
-                scale,
-                least,
-                input_row,
-                input_stride,
-                num_groups,
-                strips_per_group,
-                output_row,
-                output_stride,
-                codes_ahead,
-                info_ahead,
-            )
+            int4_full(*arguments)
             return TILE
         if num_rows >= 4:
-            int4_4(
-                codes,
-                scale,
-                least,
-                input_row,
-                input_stride,
-                num_groups,
-                strips_per_group,
-                output_row,
-                output_stride,
-                codes_ahead,
-                info_ahead,
-            )
+            int4_4(*arguments)
             return 4
-        if num_rows >= 2:
-            int4_2(
-                codes,
-                scale,
-                least,
-                input_row,
-                input_stride,
-                num_groups,
-                strips_per_group,
-                output_row,
-                output_stride,
-                codes_ahead,
-                info_ahead,
-            )
+        if num_rows == 3:
+            int4_3(*arguments)
+            return 3
+        if num_rows == 2:
+            int4_2(*arguments)
             return 2
-        int4_1(
-            codes,
-            scale,
-            least,
-            input_row,
-            input_stride,
-            num_groups,
-            strips_per_group,
-            output_row,
-            output_stride,
-            codes_ahead,
-            info_ahead,
-        )
+        int4_1(*arguments)
         return 1
-    least += block * info_stride
     if num_rows >= TILE:
-        int4_asym_8(
-            codes,
-            scale,
-            least,
-            input_row,
-            input_stride,
-            num_groups,
-            strips_per_group,
-            output_row,
-            output_stride,
-            codes_ahead,
-            info_ahead,
-        )
+        asym_full(*arguments)
         return TILE
     if num_rows >= 4:
-        int4_asym_4(
-            codes,
-            scale,
-            least,
-            input_row,
-            input_stride,
-            num_groups,
-            strips_per_group,
-            output_row,
-            output_stride,
-            codes_ahead,
-            info_ahead,
-        )
+        asym_4(*arguments)
         return 4
-    if num_rows >= 2:
-        int4_asym_2(
-            codes,
-            scale,
-            least,
-            input_row,
-            input_stride,
-            num_groups,
-            strips_per_group,
-            output_row,
-            output_stride,
-            codes_ahead,
-            info_ahead,
-        )
+    if num_rows == 3:
+        asym_3(*arguments)
+        return 3
+    if num_rows == 2:
+        asym_2(*arguments)
         return 2
-    int4_asym_1(
-        codes,
-        scale,
-        least,
-        input_row,
-        input_stride,
-        num_groups,
-        strips_per_group,
-        output_row,
-        output_stride,
-        codes_ahead,
-        info_ahead,
-    )
+    asym_1(*arguments)
     return 1

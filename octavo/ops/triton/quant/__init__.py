@@ -10,9 +10,10 @@ Reading order: packed_weight, weight_codes, quant_gemv, quant_gemm, hopper_gemm.
     up to DENSE_ROWS    quant_gemm
     more                dequantize: writes the weight as plain numbers for cuBLAS
 
-For the format that rounds activations (int8-a8) and more than EXACT_ROWS rows, activation_gemm
-rounds them and the tensor cores multiply 8 bits by 8 bits. The tiling follows from the shape
-alone: the result of a row depends on the number of rows, and never on the values of other rows.
+For formats that round activations (int8-a8 with more than EXACT_ROWS rows, fp8 with any number of
+rows), activation_gemm rounds them and the tensor cores multiply 8 bits by 8 bits. The tiling
+follows from the shape alone: the result of a row depends on the number of rows, and never on the
+values of other rows.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from octavo.ops.triton.quant.packed_weight import TritonWeight
 from octavo.ops.triton.quant.quant_gemm import Gemm, gemm
 from octavo.ops.triton.quant.quant_gemv import Gemv, gemv
 from octavo.ops.triton.quant.weight_codes import FP8, INT4, INT8
+from octavo.ops.weight import rounds_activations
 
 __all__ = ["How", "TritonWeight", "choose", "embedding", "linear"]
 
@@ -64,6 +66,14 @@ ROUNDED = {
     128: Rounded(Gemm(128, 128, 2, 4, 1)),
     1 << 31: Rounded(Gemm(256, 128, 2, 4, 1)),
 }
+# A tile covers 128 inputs, which is the size of a group of fp8 weights. A tile of 256 rows would
+# need more registers than there are, because sums are added outside of the tensor cores.
+ROUNDED_FP8 = {
+    16: Rounded(Gemm(16, 64, 2, 4, 4)),
+    32: Rounded(Gemm(32, 64, 2, 4, 3)),
+    64: Rounded(Gemm(64, 128, 2, 4, 2)),
+    1 << 31: Rounded(Gemm(128, 128, 2, 3, 2)),
+}
 # The tiling for float32 activations, which tensor cores do not support, and for older GPUs.
 SMALL = Gemm(16, 64, 1, 2, 2)
 OLD = torch.cuda.is_available() and not AVAILABLE
@@ -92,6 +102,8 @@ def linear(
 
 
 def choose(rows: int, dtype: torch.dtype, weight: TritonWeight) -> How:
+    if rounds_activations(weight.format):
+        return next(how for max_rows, how in ROUNDED_FP8.items() if rows <= max_rows)
     if rows > EXACT_ROWS and weight.format.quantizes_activations:
         return (
             Rounded(SMALL)

@@ -39,6 +39,7 @@ class TritonWeight(nn.Module):
     words: Tensor  # [out, blocks * 32] int16
     info: Tensor  # [out] or [lines, out] float32, or [groups, width] int32 of two float16 each
     locks: Tensor  # [LOCKS] int32, all zero between products
+    input_scale: Tensor | None  # [1] float32, the static scale of activations
 
     def __init__(self, weight: QuantWeight):
         super().__init__()
@@ -46,6 +47,8 @@ class TritonWeight(nn.Module):
         self.shape = weight.shape
         self.register_buffer("words", _words(weight))
         self.register_buffer("info", _info(weight, self.blocks * WORDS * self.parts))
+        input_scale = None if weight.input_scale is None else weight.input_scale.amax().view(1)
+        self.register_buffer("input_scale", input_scale)
         self.register_buffer(
             "locks",
             torch.zeros(LOCKS, dtype=torch.int32, device=weight.codes.device),
@@ -112,6 +115,8 @@ def _info(weight: QuantWeight, padded_inputs: int) -> Tensor:
         if weight.least is None
         else F.pad(weight.least, (0, num_groups - weight.least.shape[1])).t()
     )
+    if weight.format.is_float:
+        return scale.float().contiguous()
     if weight.format.float32_scales:
         return scale.contiguous() if least is None else torch.stack((scale, least), 1).flatten(0, 1)
     if least is not None:

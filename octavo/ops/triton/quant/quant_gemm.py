@@ -36,6 +36,7 @@ class Gemm(NamedTuple):
     resident: int  # the number of programs that fit on a multiprocessor
     after: bool = False  # scale sums instead of weights, for groups as long as a block
     tall: int = 16  # outputs of a warp; four warps of 16 share one tensor core instruction
+    splits: int = 0  # programs that share a tile; 0: as many as the number of rows allows
 
     @property
     def warps(self) -> int:
@@ -426,7 +427,9 @@ def cut(num_rows: int, weight: TritonWeight, config: Gemm) -> tuple[int, int, Te
             triton.cdiv(weight.blocks, num_splits * config.blocks) * config.blocks + PROLOGUE
         )
 
-    num_splits = min(range(1, 17), key=cost) if num_tiles <= LOCKS else 1
+    num_splits = config.splits
+    if not num_splits:
+        num_splits = min(range(1, 17), key=cost) if num_tiles <= LOCKS else 1
     if num_splits == 1:
         return num_tiles, 1, None
     return (

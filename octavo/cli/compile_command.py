@@ -1,0 +1,58 @@
+"""`octavo compile`: compiles kernels before the first start, for an image of a machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from octavo.cli.options import Model, command, option
+from octavo.engine_options import EngineOptions
+
+
+@command
+def compile_kernels(
+    model: Model = None,
+    *,
+    processes: Annotated[
+        int | None,
+        option(
+            "Processes that compile at the same time on a GPU. Default: as many as fit into its "
+            "memory, at most 8.",
+            None,
+            "N",
+            min=1,
+        ),
+    ] = None,
+    options: EngineOptions,
+) -> None:
+    """Compile kernels ahead, so that later starts find them in the cache."""
+    from octavo.assemble import pick_device
+    from octavo.cli.progress import Steps
+    from octavo.compile_ahead import compile_cpu, compile_gpu
+
+    device = pick_device(options.device)
+    if device.type == "cpu":
+        found = compile_cpu()
+    else:
+        count = processes or default_processes(model, options)
+        with Steps() as progress:
+            task = progress.add_task("compiling", total=count + 1)
+            found = compile_gpu(
+                model, options, count, lambda done, total: progress.update(task, completed=done)
+            )
+    if found.was_cached:
+        print(f"{found.what} were compiled before: {found.directory}")
+    else:
+        print(f"compiled {found.what} in {found.seconds:.1f} s: {found.directory}")
+
+
+def default_processes(model: str | None, options: EngineOptions) -> int:
+    """Return how many processes fit into the memory of the GPU."""
+    import torch
+
+    from octavo.compile_ahead import count_processes
+    from octavo.memory import available_memory
+    from octavo.memory_planner import ModelOutline
+
+    weights = ModelOutline.read(model, options).facts(options, "cuda").weights
+    free, _ = available_memory(torch.device("cuda"))
+    return count_processes(weights, free, options.tensor_parallel_size)
