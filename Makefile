@@ -14,7 +14,7 @@ CLIENTS_READY := $(CLIENTS)/.ready
 SDKS := .venv-sdks
 SDKS_READY := $(SDKS)/.ready
 NPM_CLIENTS := tests/clients/npm
-# The same as .venv, and Ray beside it.
+# The same as .venv, and Ray and OpenTelemetry beside it.
 RAY := .venv-ray
 RAY_READY := $(RAY)/.ready
 # The same, and the engines that `octavo bench compare` measures beside Octavo.
@@ -22,7 +22,7 @@ PEERS ?= .venv-peers
 PEERS_READY := $(PEERS)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat serve test test-slow templates fuzz soak test-browser test-clients test-ray test-gpu peers lint format tables proto clean
+.PHONY: browser-packages help setup chat serve test test-slow templates fuzz soak test-browser pictures test-clients test-vllm test-ray test-gpu peers lint format tables proto clean
 
 help:
 	@echo "make chat          set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
@@ -33,9 +33,13 @@ help:
 	@echo "make fuzz          random inputs for every parser, SECONDS=600 for each (TARGETS=\"regex http_bytes\" chooses)"
 	@echo "make soak          a server under load and attacks, MINUTES=60: tokens, memory and descriptors must not change"
 	@echo "make test-browser  the live page in a real browser: needs Debian's chromium (apt-get install chromium)"
+	@echo "make pictures      the pictures of the live page in docs/pictures, from octavo demo: needs Debian's chromium"
 	@echo "make test-clients  clients of OpenAI, Anthropic and Ollama, and other programs against servers, in a virtual environment of their own"
-	@echo "make test-ray      two replicas on Ray Serve: clients, killed replicas, scaling; in a virtual environment of its own"
+	@echo "make test-vllm     vLLM's examples and server tests with Octavo in place of vLLM: SOURCE=DIRECTORY is a clone of vLLM"
+	@echo "make test-ray      two replicas on Ray Serve: clients, killed replicas, scaling; and tracing; in a virtual environment of its own"
 	@echo "make test-gpu      the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
+	@echo "                   PART=1/4 runs the first of four parts, each below nine minutes with empty kernel caches;"
+	@echo "                   ARGS=--record-durations writes the seconds that balance the parts to tests/durations.json"
 	@echo "make peers         set up other engines for octavo bench compare, in a virtual environment of their own (PEERS=DIRECTORY)"
 	@echo "make lint          style, types, import contracts and readability"
 	@echo "make format        rewrite the code in the project's style"
@@ -106,16 +110,28 @@ MINUTES ?= 60
 soak: $(READY)
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
-test-browser: $(READY)
+test-browser: browser-packages
+	@$(BIN)/python -m pytest -m slow tests/web/test_browser.py tests/web/test_frames.py $(ARGS)
+
+pictures: browser-packages
+	@$(BIN)/python -m tools.page_pictures
+
+browser-packages: $(READY)
 	@$(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements-browser.lock
-	@$(BIN)/python -m pytest -m slow tests/web/test_browser.py $(ARGS)
 
 test-clients: $(CLIENTS_READY) $(SDKS_READY) $(NPM_CLIENTS)/node_modules
 	@$(CLIENTS)/bin/python -m pytest -m slow tests/clients $(ARGS)
 	@OCTAVO_TEST_PYTHON=$(CLIENTS)/bin/python $(SDKS)/bin/python -m pytest --confcutdir tests/sdks -m slow tests/sdks $(ARGS)
 
+# docs/from-vllm.md shows the result of the examples.
+test-vllm: $(CLIENTS_READY)
+	@test -d "$(SOURCE)/examples" || { echo "SOURCE must be a clone of vLLM: make test-vllm SOURCE=DIRECTORY" >&2; exit 1; }
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements-vllm-suite.lock
+	@$(CLIENTS)/bin/python -m tests.vllm_suite.examples --source $(SOURCE) --json results/vllm-examples.json $(ARGS)
+	@$(CLIENTS)/bin/python -m tests.vllm_suite --source $(SOURCE) --json results/vllm-tests.json
+
 test-ray: $(RAY_READY)
-	@$(RAY)/bin/python -m pytest -m slow tests/ray_serve $(ARGS)
+	@$(RAY)/bin/python -m pytest -m slow tests/ray_serve tests/serve/test_tracing.py $(ARGS)
 
 peers: $(PEERS_READY)
 	@$(PEERS)/bin/python octavo/bench/peers/prepare_models.py $(PEERS)/models
@@ -123,7 +139,7 @@ peers: $(PEERS_READY)
 # A machine with a GPU may have little beside torch, triton and transformers, so files with nothing for it stay unread.
 test-gpu:
 	@files=$$(grep -rlE 'mark\.(gpu|parity)' --include='test_*.py' tests) || { echo "no GPU or parity tests found" >&2; exit 1; }; \
-	OCTAVO_TEST_DEVICE=cuda $(PYTHON) -m pytest $$files -m "gpu or parity" $(ARGS)
+	OCTAVO_TEST_DEVICE=cuda $(PYTHON) -m pytest $$files -m "gpu or parity" $(if $(PART),--part $(PART)) $(ARGS)
 
 lint: $(READY)
 	@status=0; \

@@ -371,6 +371,8 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "runner": ("generate", "pooling"),
     "convert": ("none", "embed"),
     "distributed_executor_backend": ("mp", "uni"),
+    # The marks of the styles qwen3 and deepseek_r1. A style of --reasoning-parser has its marks.
+    "reasoning_config": ({"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},),
 }
 
 

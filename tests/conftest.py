@@ -1,7 +1,7 @@
 """What every test runs under: one thread a worker, no downloads, no time limits that a busy machine
 would break.
 
-Imports nothing but pytest and the standard library, because the GPU reference machine has little
+Imports nothing but pytest, tests.parts and the standard library, because the GPU reference machine has little
 more.
 """
 
@@ -11,6 +11,8 @@ import importlib.util
 import os
 
 import pytest
+
+from tests import parts
 
 DEVICE = os.environ.get("OCTAVO_TEST_DEVICE", "cpu")
 
@@ -39,7 +41,18 @@ def device() -> str:
     return DEVICE
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parts.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-durations"):
+        config.pluginmanager.register(parts.Recorder())
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    parts.keep_part(config, items)
     if DEVICE == "cpu":
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -345,3 +345,88 @@ def test_leaving_an_asynchronous_reply_aborts_it(llm: LLM) -> None:
         engine.shutdown()
 
     asyncio.run(main())
+
+
+# ---- a script with an HTTP server of its own -----------------------------------------------------
+
+
+class FakeRequest:
+    """A request whose client disconnects when the event is set."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, str]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+
+def test_a_handler_is_cancelled_when_its_client_disconnects() -> None:
+    from octavo.entrypoints.serve.utils.api_utils import with_cancellation
+
+    ended: list[str] = []
+
+    @with_cancellation
+    async def handle(body: str, raw_request: FakeRequest) -> str:
+        try:
+            if body == "long":
+                await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        return body
+
+    async def run() -> None:
+        assert await handle("short", FakeRequest()) == "short"
+        request = FakeRequest()
+        reply = asyncio.create_task(handle("long", raw_request=request))
+        await asyncio.sleep(0.01)
+        request.gone.set()
+        assert await reply is None
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert ended == ["cancelled"]
+
+
+def test_an_application_of_the_script_is_served() -> None:
+    import socket
+
+    from octavo.entrypoints.launchers.launcher import serve_http
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body"})
+
+    async def run() -> bytes:
+        with pytest.raises(InvalidRequest, match="certificates are read once"):
+            await serve_http(app, enable_ssl_refresh=True)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            address = listening.getsockname()
+            serving = asyncio.create_task(
+                serve_http(app, sock=listening, host=None, lifespan="off", log_level="error")
+            )
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET / HTTP/1.0\r\n\r\n")
+            reply = await asyncio.wait_for(reader.readline(), 20)
+            serving.cancel()
+            await asyncio.wait({serving}, timeout=20)
+            return reply
+
+    assert b"204" in asyncio.run(run())
+
+
+def test_a_chat_template_is_given_as_a_file_or_as_text(tmp_path: Path) -> None:
+    import typer
+
+    from octavo.cli.options import read_template
+
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+    assert read_template(str(file)) == read_template(template) == template
+    with pytest.raises(typer.BadParameter, match="is not a chat template"):
+        read_template("{% for m in messages %}")
+    with pytest.raises(typer.BadParameter, match="cannot read"):
+        read_template(str(tmp_path / "missing.jinja"))

@@ -10,7 +10,7 @@ A pair of comments in a page marks a table. The lines between them are replaced:
 
 The first word is a function of this file, or `view` for the tables that the bench itself prints
 (octavo/bench/views.py). PICTURES lists the pictures. A result file is what `octavo bench ... --json
-FILE` or tests/clients/measure_routers.py writes.
+FILE`, tests/clients/measure_routers.py or tests/vllm_suite writes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,44 @@ def seeds(results: list[Result]) -> str:
     return page_table(columns, rows, results)
 
 
+def vllm_examples(results: list[Result]) -> str:
+    """Return which of vLLM's examples run, with a row for each reason why one does not."""
+    rows = []
+    for result in results:
+        for kind in ("offline", "online"):
+            lines = [line for line in rows_of(result) if line["kind"] == kind]
+            if not lines:
+                continue
+            ran = [line for line in lines if line["runs"]]
+            rows.append([f"{kind}: {len(ran)} of {len(lines)} run", example_names(ran)])
+            reasons = dict.fromkeys(line["why"] for line in lines if not line["runs"])
+            for reason in reasons:
+                failed = [line for line in lines if line["why"] == reason]
+                rows.append([f"{kind}: {reason}", example_names(failed)])
+    return page_table(["result", "examples"], rows, results)
+
+
+def example_names(lines: list[Result]) -> str:
+    return ", ".join(f"`{Path(line['example']).stem}`" for line in lines)
+
+
+def vllm_tests(results: list[Result]) -> str:
+    """Return how many of vLLM's server tests pass, with a row for each reason why one does not."""
+    rows = []
+    for result in results:
+        lines = rows_of(result)
+        applicable = [line for line in lines if line["outcome"] != "skipped"]
+        passed = [line for line in applicable if line["outcome"] == "passed"]
+        rows.append(["the tests that apply", str(len(applicable)), ""])
+        rows.append(["pass", str(len(passed)), ""])
+        counts = Counter(line["reason"] for line in applicable if line["outcome"] != "passed")
+        for reason, count in counts.most_common():
+            named = [line for line in applicable if line.get("reason") == reason]
+            files = dict.fromkeys(Path(line["file"]).stem for line in named)
+            rows.append([reason, str(count), ", ".join(f"`{name}`" for name in files)])
+    return page_table(["result", "tests", "files"], rows, results)
+
+
 KINDS: dict[str, Callable[[list[Result]], str]] = {
     "view": view,
     "compare": compare,
@@ -202,6 +241,8 @@ KINDS: dict[str, Callable[[list[Result]], str]] = {
     "router-latency": router_latency,
     "router-policies": router_policies,
     "router-kill": router_kill,
+    "vllm-examples": vllm_examples,
+    "vllm-tests": vllm_tests,
 }
 
 

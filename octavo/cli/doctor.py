@@ -293,7 +293,9 @@ def unreachable(url: str) -> str | None:
             is_blocked = error.code >= 500 or error.code in (403, 407)
             problem[0] = f"HTTP {error.code}" if is_blocked else None
         except (OSError, ValueError) as error:
-            problem[0] = " ".join(str(error).split())[:80]
+            reason = getattr(error, "reason", error)  # of a URLError
+            text = getattr(reason, "strerror", None) or str(reason)
+            problem[0] = "it cannot be reached (" + " ".join(text.split())[:80] + ")"
 
     thread = threading.Thread(target=send_request, daemon=True)
     thread.start()

@@ -14,6 +14,7 @@ Must not import torch: `octavo --help` has to be quick.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -39,6 +40,7 @@ from octavo.errors import (
     OctavoError,
     is_out_of_memory,
 )
+from octavo.model_files import find_model_files
 from octavo.option_declaration import Option, check_option, flag_of, option_declarations
 from octavo.params import SamplingParams
 
@@ -82,11 +84,15 @@ def speculative(text: str) -> SpeculativeConfig | str:
 
 
 def read_template(path: str) -> str:
-    """Read a chat template and compile it, so that its author and not a client sees an error."""
+    """Read a chat template and compile it, so that its author and not a client sees an error.
+
+    A value with an expression or a statement of Jinja is the template itself, as in vLLM."""
     from octavo.text.chat import ChatTemplate
 
+    is_template = "{{" in path or "{%" in path
     try:
-        return ChatTemplate(Path(path).read_text(encoding="utf-8")).source
+        text = path if is_template else Path(path).read_text(encoding="utf-8")
+        return ChatTemplate(text).source
     except OSError as error:
         raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, ChatTemplateError) as error:
@@ -168,6 +174,8 @@ def bench_options(**changes: Any) -> EngineOptions:
 
 def load_llm(model: str | dict[str, Any] | None, engine: EngineOptions, **changes: Any) -> LLM:
     """Load a model with these options, some of them changed, and show how far it is."""
+    if isinstance(model, str):
+        find_model_files(model, weights=engine.load_format != "dummy")  # refuses a wrong name
     status.show("importing PyTorch")
     from octavo.llm import LLM
 
@@ -177,11 +185,26 @@ def load_llm(model: str | dict[str, Any] | None, engine: EngineOptions, **change
         done = fraction >= 1
         status.show("allocating memory" if done else f"loading {name}, {fraction:.0%}")
 
+    if status.is_shown():
+        show_compilation()
     status.show(f"opening {name}")
     shown: bool | Callable[[float], None] = progress if status.is_shown() else sys.stderr.isatty()
     llm = LLM.from_options(model, replace(engine, **changes), progress=shown)
     status.show("computing the first token")
     return llm
+
+
+def show_compilation() -> None:
+    """Show in the status line that CPU kernels are compiled, if they are."""
+    from octavo.ops.cpu.thread_pool import report_compilation
+
+    @contextlib.contextmanager
+    def compiling() -> Iterator[None]:
+        status.show(status.PHASES["compiling"])
+        yield
+        status.show("allocating memory")
+
+    report_compilation(compiling)
 
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -14,6 +14,7 @@ from octavo.cli import status
 from octavo.cli.options import command, engine_option, fail, flag, load_llm, option
 from octavo.engine_options import EngineOptions
 from octavo.errors import NotEnoughMemory, OctavoError
+from octavo.model_files import find_model_files
 
 if TYPE_CHECKING:
     from octavo.model.checkpoint import Checkpoint
@@ -50,6 +51,8 @@ def quantize(
     ] = False,
 ) -> None:
     """Write a checkpoint with quantised weights, which every command can load."""
+    find_model_files(model)  # refuses a wrong name
+    status.show("importing PyTorch")
     from octavo.cli.terminal import in_bytes
     from octavo.model import quant, quantized
     from octavo.model.load import open_checkpoint

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from octavo.cli import status
 from octavo.cli.options import Model, command, declared_option, fail, option
 from octavo.cli.progress import Steps
 from octavo.cli.terminal import note
@@ -72,7 +73,12 @@ def run_batch(
         task = steps.add_task("starting", total=None)
 
         def report(phase: str, progress: BatchProgress) -> None:
-            steps.update(task, description=phase, total=progress.total, completed=progress.done)
+            steps.update(
+                task,
+                description=status.PHASES.get(phase, phase),
+                total=progress.total if phase == "running" else None,
+                completed=progress.done,
+            )
 
         try:
             done = asyncio.run(run_file(config, source, target, report))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from octavo.cli import status
 from octavo.cli.options import Model, command, fail, option
 from octavo.cli.terminal import in_bytes
 from octavo.engine_options import EngineOptions
+from octavo.model_files import find_model_files
 from octavo.serve.limits import Limits
 from octavo.serve.ray_serve.ray_options import RayOptions
 from octavo.serve.serve_config import ServeConfig
@@ -19,15 +21,6 @@ from octavo.serve.serve_config import ServeConfig
 if TYPE_CHECKING:
     from octavo.serve.front.front import Front
 
-# The phases of an engine process, as people read them.
-PHASES = {
-    "starting": "starting the engine process",
-    "importing": "importing PyTorch",
-    "loading": "loading the model",
-    "allocating": "allocating memory",
-    "warming": "warming up",
-    "ready": "starting the API server",
-}
 TIERS = {"kv_host": "in host memory", "kv_disk": "on disk"}
 
 
@@ -50,6 +43,8 @@ def serve(
     key = os.environ.get("VLLM_API_KEY")
     if key and not config.needs_key:
         config = replace(config, api_keys=(key,))
+    if model is not None:
+        find_model_files(model, weights=engine.load_format != "dummy")  # refuses a wrong name
     if ray_options.ray:
         return serve_on_ray(config, ray_options)
     try:
@@ -126,12 +121,17 @@ def announce(front: Front, port: int) -> None:
 
 def example(front: Front) -> str:
     """Return the rest of a curl command that works for this model."""
-    header = " -H 'Content-Type: application/json'"
-    if front.tokenizer.chat_templates:
-        body = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}'
-        return f"/v1/chat/completions{header} -d '{body}'"
-    body = '{"prompt": "Once upon a time", "max_tokens": 64}'  # The model has no chat template.
-    return f"/v1/completions{header} -d '{body}'"
+    loaded = front.client.model_info()
+    assert loaded is not None
+    path = "/v1/chat/completions"
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello!"}]}
+    if not front.tokenizer.chat_templates:
+        path = "/v1/completions"
+        body = {"prompt": "Once upon a time"}
+    body["max_tokens"] = 64
+    if "temperature" not in loaded.sampling:
+        body["temperature"] = 0.4  # A small model rambles at the default of 1.
+    return f"{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
 class PhaseReport:
@@ -142,7 +142,7 @@ class PhaseReport:
         self._began = time.monotonic()
 
     def __call__(self, phase: str, fraction: float | None) -> None:
-        words = PHASES.get(phase, phase)
+        words = status.PHASES.get(phase, phase)
         if status.is_shown():
             status.show(f"{words}, {fraction:.0%}" if fraction is not None else words)
         elif phase != self._phase:

@@ -19,6 +19,17 @@ RESET = "\x1b[0m"
 REDRAW_SECONDS = 0.5
 LEAST_SECONDS = 2.0  # The elapsed time is shown from then on.
 
+# The phases of an engine process, as people read them.
+PHASES = {
+    "starting": "starting the engine process",
+    "importing": "importing PyTorch",
+    "loading": "loading the model",
+    "compiling": "compiling CPU kernels for the first start, which takes about a minute",
+    "allocating": "allocating memory",
+    "warming": "warming up",
+    "ready": "starting the API server",
+}
+
 
 class StatusLine:
     def __init__(self, stream: TextIO, text: str):
@@ -75,6 +86,10 @@ class FirstWrite:
 
 
 _line: StatusLine | None = None
+# Streams that sys.stdout and sys.stderr were. print() holds no reference to sys.stdout while it
+# writes to it (CPython 3.11), so a stream that its own write replaces must stay alive: otherwise
+# the process ends with a segmentation fault.
+_replaced: list[FirstWrite] = []
 
 
 def begin(text: str) -> None:
@@ -107,4 +122,5 @@ def end() -> None:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if isinstance(stream, FirstWrite):
+                _replaced.append(stream)
                 setattr(sys, name, stream._stream)

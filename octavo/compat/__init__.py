@@ -6,5 +6,6 @@ llm_engine.py       LLMEngine: requests with ids, and one step at a time
 async_llm.py        AsyncLLM: replies as asynchronous generators
 partial_outputs.py  what both return before a reply is complete
 prompts.py          the types of prompts
+http_server.py      helpers for scripts that have an HTTP server of their own
 environment.py      small functions that scripts import from vLLM
 """

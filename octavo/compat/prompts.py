@@ -1,4 +1,7 @@
-"""The types of prompts under vLLM's names. LLM accepts plain dictionaries with these keys."""
+"""The types of prompts and of KV events under vLLM's names.
+
+LLM accepts plain dictionaries with these keys.
+"""
 
 from __future__ import annotations
 
@@ -17,3 +20,4 @@ class TokensPrompt(TypedDict):
 
 
 PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
+ExternalBlockHash: TypeAlias = bytes | int  # the hash of a block in a KV event

@@ -16,6 +16,7 @@ from typing import Any
 
 ENGINE_ARGS = "octavo.compat.engine_args"
 ENVIRONMENT = "octavo.compat.environment"
+HTTP_SERVER = "octavo.compat.http_server"
 METRICS = "octavo.llm_metrics"
 PARAMS = "octavo.params"
 PROMPTS = "octavo.compat.prompts"
@@ -42,7 +43,19 @@ MODULES: dict[str, dict[str, str]] = {
     "octavo.engine.async_llm_engine": {"AsyncLLMEngine": "octavo.compat.async_llm:AsyncLLM"},
     "octavo.entrypoints": {},
     "octavo.entrypoints.llm": {"LLM": "octavo.llm"},
+    "octavo.entrypoints.launcher": {"serve_http": HTTP_SERVER},
+    "octavo.entrypoints.launchers": {},
+    "octavo.entrypoints.launchers.launcher": {"serve_http": HTTP_SERVER},
+    "octavo.entrypoints.serve": {},
+    "octavo.entrypoints.serve.utils": {},
+    "octavo.entrypoints.serve.utils.api_utils": {"with_cancellation": HTTP_SERVER},
+    "octavo.entrypoints.utils": {"with_cancellation": HTTP_SERVER},
+    "octavo.envs": {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": HTTP_SERVER},
+    "octavo.usage": {},
+    "octavo.usage.usage_lib": {"UsageContext": HTTP_SERVER},
     "octavo.v1": {},
+    "octavo.v1.core": {},
+    "octavo.v1.core.kv_cache_utils": {"ExternalBlockHash": PROMPTS},
     "octavo.v1.engine": {},
     "octavo.v1.engine.async_llm": {"AsyncLLM": "octavo.compat.async_llm"},
     "octavo.v1.engine.llm_engine": {"LLMEngine": "octavo.compat.llm_engine"},
@@ -69,6 +82,7 @@ MODULES: dict[str, dict[str, str]] = {
         "random_uuid": ENVIRONMENT,
     },
     "octavo.utils.argparse_utils": {"FlexibleArgumentParser": ENGINE_ARGS},
+    "octavo.utils.system_utils": {"set_ulimit": HTTP_SERVER},
     "octavo.utils.network_utils": {"get_open_port": ENVIRONMENT},
     "octavo.utils.torch_utils": {"set_random_seed": ENVIRONMENT},
     "octavo.utils.print_utils": {"print_embeddings": ENVIRONMENT},
@@ -86,6 +100,7 @@ MISSING = {
     "octavo.model_executor": "models and loaders of vLLM are not part of Octavo (docs/models.md)",
     "octavo.benchmarks": "vLLM's benchmarks are not part of Octavo: use octavo bench",
     "octavo.v1.executor": "the engine has no executors: it runs in one process",
+    "octavo.distributed.kv_transfer": "Octavo does not move KV between servers",
     "octavo.plugins": "vLLM's plugins are not supported",
 }
 

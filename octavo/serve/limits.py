@@ -41,7 +41,7 @@ class Limits:
             show_default=True,
             check=whole(1),
         ),
-    ] = 4096
+    ] = 8192
     # An IPv6 network of 64 bits is one address. The limit holds for gRPC calls too.
     connections_per_address: Annotated[
         int,
@@ -54,8 +54,8 @@ class Limits:
             show_default=True,
             check=whole(1),
         ),
-    ] = 1024
-    connections_per_key: int = 1024
+    ] = 4096
+    connections_per_key: int = 4096
     # Pings, pongs and fragments below 1 KiB, per minute and connection.
     websocket_small_frames: int = 1200
     websocket_errors: int = 60  # Invalid messages per minute and connection.

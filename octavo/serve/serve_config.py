@@ -288,28 +288,39 @@ class ServeConfig:
         ),
     ] = False
 
+    max_queue_memory: Annotated[
+        int,
+        Option(
+            "Maximum memory of the requests in the queue, in bytes, as docs/serving.md estimates "
+            "it.",
+            "Load",
+            metavar="N",
+            reads="size",
+            show_default=True,
+            check=whole(1),
+        ),
+    ] = 512 * 2**20
     max_queue: Annotated[
-        int,
+        int | None,
         Option(
-            "Maximum number of requests in the queue.",
+            "Maximum number of requests in the queue. Default: no limit besides their memory and "
+            "the expected waiting time.",
             "Load",
             metavar="N",
             reads="size",
-            show_default=True,
             check=whole(1),
         ),
-    ] = 256
+    ] = None
     max_queue_tokens: Annotated[
-        int,
+        int | None,
         Option(
-            "Maximum number of prompt tokens in the queue.",
+            "Maximum number of prompt tokens in the queue. Default: no limit besides their memory.",
             "Load",
             metavar="N",
             reads="size",
-            show_default=True,
             check=whole(1),
         ),
-    ] = 262_144
+    ] = None
     text_workers: Annotated[
         int,
         Option(
@@ -323,7 +334,8 @@ class ServeConfig:
     queue_timeout: Annotated[
         float,
         Option(
-            "Seconds that a request may spend in the queue.",
+            "Seconds that a request may spend in the queue. A request that would probably wait "
+            "longer is refused at once.",
             "Load",
             metavar="X",
             show_default=True,

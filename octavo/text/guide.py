@@ -18,6 +18,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +177,15 @@ class Guides:
                 compilation.finished.set()
             if compilation.is_abandoned:
                 return
+
+    def prepare(self) -> threading.Thread:
+        """Start to make the vocabulary, for which the first guide would have to wait."""
+
+        def make() -> None:
+            with suppress(InvalidRequest):  # A guide raises the error again.
+                self._get_vocabulary()
+
+        return start_thread(make, STACK_BYTES)
 
     def _get_vocabulary(self) -> Vocabulary:
         with self._vocabulary_lock:

@@ -26,7 +26,10 @@ WORKERS_MIB = 150  # memory that worker processes may keep for their next job
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    with target_server(tmp_path_factory.mktemp("target"), grpc_port=RPC_PORT) as found:
+    """A server with so few connections that the attacks with connections exceed them."""
+    limits = {"connections": 4096, "connections_per_address": 1024, "connections_per_key": 1024}
+    folder = tmp_path_factory.mktemp("target")
+    with target_server(folder, grpc_port=RPC_PORT, limits=limits) as found:
         yield found
 
 

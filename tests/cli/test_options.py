@@ -134,6 +134,7 @@ OTHER_VALUES: dict[str, tuple[str | None, object]] = {
     "attention_backend": ("reference", "reference"),
     "fused_decoder": (None, False),
     "fused_kernels": (None, False),
+    "deterministic": (None, True),
     "scheduling_policy": ("fair", "fair"),
     "batching": ("static", "static"),
     "max_batch": ("4", 4),

@@ -58,6 +58,7 @@ OTHER_VALUES: dict[type, dict[str, tuple[str | None, object]]] = {
         "strict_params": (None, True),
         "request_templates": (None, True),
         "live_controls": (None, True),
+        "max_queue_memory": ("1G", 2**30),
         "max_queue": ("1K", 1024),
         "max_queue_tokens": ("1M", 2**20),
         "text_workers": ("4", 4),

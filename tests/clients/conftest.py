@@ -1,4 +1,5 @@
-"""One server with the embedded model for the tests of clients of other APIs."""
+"""Servers for the tests of clients: one with the embedded model, and one whose model repeats what it
+was told, for replies that the embedded model is too small to give, such as a call that it chooses."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.running import Running, server
+from tests.serve.running import NAME, Running, server
+
+# As the reply of a model that calls a tool, in the form that the server reads by default.
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+PARROT = NAME
 
 
 @pytest.fixture(scope="session")
@@ -18,4 +23,12 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         served_model_name=["smollm2"],
         engine=engine,
     ) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The model says the text of the last user's message. Results of tools are a part of it."""
+    folder = tmp_path_factory.mktemp("parrot")
+    with server(folder, program="tests.serve.parrot_engine") as found:
         yield found

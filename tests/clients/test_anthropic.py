@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 
 from octavo.serve.api.protocol import MessagesRequest
 from octavo.serve.api.request_fields import MESSAGES
+from tests.clients.conftest import CALL, PARROT
 from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
@@ -69,7 +70,7 @@ def test_stop_sequences(client: Any) -> None:
     assert "Paris" not in reply.content[0].text
 
 
-def test_a_tool_is_called_and_its_result_comes_back(client: Any) -> None:
+def test_a_tool_that_must_be_called(client: Any) -> None:
     messages: list[Any] = [{"role": "user", "content": "Is it raining in Paris?"}]
     choice = {"type": "tool", "name": "get_weather"}
     asked = {"messages": messages, "tools": [WEATHER], "tool_choice": choice}
@@ -81,13 +82,31 @@ def test_a_tool_is_called_and_its_result_comes_back(client: Any) -> None:
         model=MODEL, max_tokens=60, extra_body={"temperature": 0}, **asked
     ) as stream:
         assert stream.get_final_message().content[0].input == call.input
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": "It rains."}
-    messages += [
-        {"role": "assistant", "content": reply.content},
-        {"role": "user", "content": [result]},
-    ]
-    answer = ask(client, messages=messages, tools=[WEATHER])
-    assert answer.content and answer.usage.input_tokens > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_the_model_chooses_and_its_result(parrot: Running, stream: bool) -> None:
+    messages: list[Any] = [{"role": "user", "content": f"I look. {CALL}"}]
+    asked: dict[str, Any] = {"model": PARROT, "max_tokens": 200, "tools": [WEATHER]}
+
+    def reply() -> Any:
+        if not stream:
+            return client.messages.create(**asked, messages=messages)
+        with client.messages.stream(**asked, messages=messages) as events:
+            return events.get_final_message()
+
+    with anthropic.Anthropic(base_url=parrot.url, api_key="unused", max_retries=0) as client:
+        called = reply()
+        text, call = called.content
+        assert (text.text, called.stop_reason) == ("I look.", "tool_use")
+        assert (call.name, call.input) == ("get_weather", {"city": "Paris"})
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "It rains."}
+        messages += [
+            {"role": "assistant", "content": called.content},
+            {"role": "user", "content": [result]},
+        ]
+        answer = reply()
+        assert "It rains." in answer.content[0].text and answer.stop_reason == "end_turn"
 
 
 class City(BaseModel):
@@ -96,10 +115,12 @@ class City(BaseModel):
 
 
 def test_structured_output(client: Any) -> None:
-    reply = client.messages.parse(
-        model=MODEL, max_tokens=100, messages=QUESTION, output_format=City
-    )
+    asked = {"model": MODEL, "max_tokens": 100, "messages": QUESTION, "output_format": City}
+    greedy = {"extra_body": {"temperature": 0}}
+    reply = client.messages.parse(**asked, **greedy)
     assert isinstance(reply.parsed_output, City)
+    with client.messages.stream(**asked, **greedy) as stream:
+        assert stream.get_final_message().parsed_output == reply.parsed_output
 
 
 def test_counted_tokens(client: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import openai
 import pytest
 
 pytest.importorskip(
@@ -21,6 +22,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
+from tests.clients.conftest import CALL, PARROT
 from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
@@ -28,17 +30,25 @@ pytestmark = pytest.mark.slow
 QUESTION = "Is it raining in Paris?"
 
 
-@pytest.fixture(scope="module")
-def chat(embedded: Running) -> ChatOpenAI:
-    url = f"{embedded.url}/v1"
+def chat_with(model: str, served: Running) -> ChatOpenAI:
     return ChatOpenAI(
-        model="smollm2",
-        base_url=url,
+        model=model,
+        base_url=f"{served.url}/v1",
         api_key="unused",
         temperature=0,
         max_tokens=120,
         max_retries=0,
     )
+
+
+@pytest.fixture(scope="module")
+def chat(embedded: Running) -> ChatOpenAI:
+    return chat_with("smollm2", embedded)
+
+
+@pytest.fixture(scope="module")
+def parrot_chat(parrot: Running) -> ChatOpenAI:
+    return chat_with(PARROT, parrot)
 
 
 @tool
@@ -140,24 +150,28 @@ def test_a_streamed_call_joins_to_the_whole_one(chat: ChatOpenAI) -> None:
     ]
 
 
-def test_tools_that_may_be_called_and_results_that_come_back(chat: ChatOpenAI) -> None:
-    bound = chat.bind_tools([get_weather], parallel_tool_calls=False)
-    reply = bound.invoke(QUESTION)
-    assert reply.text or reply.tool_calls
-    forced = chat.bind_tools([get_weather], tool_choice="get_weather").invoke(QUESTION)
-    messages = [
-        HumanMessage(QUESTION),
-        forced,
-        *(get_weather.invoke(call) for call in forced.tool_calls),
-    ]
-    answer = bound.invoke(messages)
-    assert isinstance(answer, AIMessage) and answer.text
-    assert answer.usage_metadata["input_tokens"] > reply.usage_metadata["input_tokens"]  # type: ignore[index]
+def test_tools_that_may_be_called_and_results_that_come_back(
+    parrot_chat: ChatOpenAI,
+) -> None:
+    bound = parrot_chat.bind_tools([get_weather], parallel_tool_calls=False)
+    plain = bound.invoke("It rains.")
+    assert (plain.text, plain.tool_calls) == ("It rains.", [])
+    reply = bound.invoke(CALL)
+    assert isinstance(reply, AIMessage) and reply.text == ""
+    (call,) = reply.tool_calls
+    assert (call["name"], call["args"]) == ("get_weather", {"city": "Paris"})
+    answer = bound.invoke([HumanMessage(CALL), reply, get_weather.invoke(call)])
+    assert "rain in Paris, 9 C" in answer.text and not answer.tool_calls
 
 
-def test_strict_tools(chat: ChatOpenAI) -> None:
-    reply = chat.bind_tools([get_weather], strict=True).invoke(QUESTION)
-    assert (reply.text or reply.tool_calls) and not reply.invalid_tool_calls
+def test_strict_tools(parrot_chat: ChatOpenAI) -> None:
+    """langchain makes every parameter of a strict tool required."""
+    bound = parrot_chat.bind_tools([get_weather], strict=True)
+    (call,) = bound.invoke(CALL.replace("}}", ', "unit": "C"}}')).tool_calls
+    assert (call["name"], call["args"]) == ("get_weather", {"city": "Paris", "unit": "C"})
+    with pytest.raises(openai.BadRequestError) as caught:
+        bound.invoke(CALL.replace('"Paris"', "5"))
+    assert caught.value.code == "structured_output_failed"
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])

@@ -15,6 +15,7 @@ from ollama._types import ChatRequest, GenerateRequest, Options
 from octavo.serve.api.ollama_api import OPTIONS
 from octavo.serve.api.protocol import Common
 from octavo.serve.api.request_fields import OLLAMA
+from tests.clients.conftest import CALL, PARROT
 from tests.serve.running import Running
 from tests.serve.test_ollama import IGNORED_OPTIONS
 
@@ -48,11 +49,11 @@ def test_generate(client: Any) -> None:
     assert "Paris" in answer.response
     raw = client.generate(MODEL, "The capital of France is", raw=True, options=GREEDY)
     assert "Paris" in raw.response
-    pieces = client.generate(MODEL, "Say hello.", options=GREEDY, stream=True)
-    assert "".join(piece.response for piece in pieces)
+    pieces = client.generate(MODEL, prompt, system=SYSTEM, options=GREEDY, stream=True)
+    assert "".join(piece.response for piece in pieces) == answer.response
 
 
-def test_tools_and_their_results(client: Any) -> None:
+def test_tools_and_their_results(parrot: Running) -> None:
     def get_weather(city: str) -> str:
         """The weather in a city.
 
@@ -61,14 +62,18 @@ def test_tools_and_their_results(client: Any) -> None:
         """
         return f"It rains in {city}."
 
-    call = {"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
-    messages = [
-        {"role": "user", "content": "Is it raining in Paris?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_name": "get_weather", "content": get_weather("Paris")},
-    ]
-    reply = client.chat(MODEL, messages=messages, tools=[get_weather], options=GREEDY)
-    assert reply.message.content or reply.message.tool_calls
+    client = ollama.Client(host=parrot.url)
+    messages: list[Any] = [{"role": "user", "content": CALL}]
+    asked = {"tools": [get_weather], "options": {"num_predict": 120}}
+    reply = client.chat(PARROT, messages=messages, **asked).message
+    (call,) = reply.tool_calls or []
+    assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
+    parts = client.chat(PARROT, messages=messages, stream=True, **asked)
+    streamed = [call for part in parts for call in part.message.tool_calls or []]
+    assert streamed == [call]
+    result = {"role": "tool", "tool_name": "get_weather", "content": get_weather("Paris")}
+    answer = client.chat(PARROT, messages=[*messages, reply, result], **asked).message
+    assert "It rains in Paris." in (answer.content or "") and not answer.tool_calls
 
 
 def test_structured_output(client: Any) -> None:
@@ -78,14 +83,17 @@ def test_structured_output(client: Any) -> None:
         "required": ["city"],
     }
     reply = client.chat(MODEL, messages=QUESTION, format=schema, options=GREEDY)
-    assert "city" in json.loads(reply.message.content)
+    assert set(json.loads(reply.message.content)) == {"city"}
+    parts = client.chat(MODEL, messages=QUESTION, format=schema, options=GREEDY, stream=True)
+    assert "".join(part.message.content for part in parts) == reply.message.content
 
 
 def test_the_model(client: Any) -> None:
     assert [model.model for model in client.list().models] == [MODEL]
     assert [model.model for model in client.ps().models] == [MODEL]
     shown = client.show(MODEL)
-    assert "completion" in shown.capabilities and shown.details.format
+    assert "completion" in shown.capabilities and shown.details.format == "gguf"
+    assert (shown.details.family, shown.details.quantization_level) == ("llama", "4-bit")
 
 
 def test_embeddings(client: Any) -> None:

@@ -21,6 +21,7 @@ from agents import (
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
+from tests.clients.conftest import CALL, PARROT
 from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
@@ -29,12 +30,12 @@ set_tracing_disabled(True)
 QUESTION = "What is the capital of France?"
 
 
-def agent(embedded: Running, **options: Any) -> Any:
-    client = AsyncOpenAI(base_url=f"{embedded.url}/v1", api_key="unused", max_retries=0)
+def agent(served: Running, model: str = "smollm2", **options: Any) -> Any:
+    client = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0)
     settings = {"temperature": 0, "max_tokens": 60, **options.pop("settings", {})}
     return Agent(
         name="helper",
-        model=OpenAIResponsesModel(model="smollm2", openai_client=client),
+        model=OpenAIResponsesModel(model=model, openai_client=client),
         model_settings=ModelSettings(**settings),
         **options,
     )
@@ -72,6 +73,26 @@ def test_a_tool_is_called(embedded: Running) -> None:
     assert cities and found.final_output == "It rains."
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_the_model_chooses_and_its_result(parrot: Running, stream: bool) -> None:
+    @function_tool
+    def get_weather(city: str) -> str:
+        """The weather in a city."""
+        return f"It rains in {city}."
+
+    helper = agent(parrot, model=PARROT, tools=[get_weather], settings={"max_tokens": 120})
+
+    async def run() -> str:
+        if not stream:
+            return (await Runner.run(helper, CALL)).final_output
+        streamed = Runner.run_streamed(helper, CALL)
+        async for _ in streamed.stream_events():
+            pass
+        return streamed.final_output
+
+    assert "It rains in Paris." in asyncio.run(run())
+
+
 class City(BaseModel):
     name: str = Field(max_length=20)
 
@@ -82,11 +103,15 @@ def test_an_output_type(embedded: Running) -> None:
 
 
 def test_a_run_continues_a_stored_response(embedded: Running) -> None:
-    async def two_turns() -> Any:
+    async def two_turns() -> tuple[Any, Any]:
         helper = agent(embedded, output_type=City)  # The output type bounds the replies.
         first = await Runner.run(helper, QUESTION)
-        return await Runner.run(
+        second = await Runner.run(
             helper, "Say it again.", previous_response_id=first.last_response_id
         )
+        return first, second
 
-    assert isinstance(asyncio.run(two_turns()).final_output, City)
+    first, second = asyncio.run(two_turns())
+    assert isinstance(second.final_output, City)
+    before, after = (run.raw_responses[0].usage for run in (first, second))
+    assert after.input_tokens > before.input_tokens + before.output_tokens, "both turns are there"

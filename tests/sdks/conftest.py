@@ -1,11 +1,14 @@
-"""A server with the embedded model, for clients whose requirements contradict those of Octavo.
+"""Servers for clients whose requirements contradict those of Octavo: one with the embedded model,
+and one whose model repeats what it was told.
 
-The tests run in a virtual environment without Octavo, .venv-sdks, so the server is a process of
+The tests run in a virtual environment without Octavo, .venv-sdks, so a server is a process of
 another one: OCTAVO_TEST_PYTHON, or .venv. `make test-clients` sets up both.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -29,15 +32,18 @@ def is_ready(url: str) -> bool:
         return False
 
 
-@pytest.fixture(scope="session")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def free_port() -> str:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log.txt"
-    sizes = ["--max-model-len", "2048", "--num-blocks", "512", "--max-num-seqs", "16"]
-    command = [PYTHON, "-m", "octavo", "serve", "smollm2", "--port", str(port), *sizes]
+        return str(unused.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server(folder: Path, port: str, arguments: list[str]) -> Iterator[str]:
+    """Run a server that listens on this port, and return its address when it is ready."""
+    log = folder / "log.txt"
     with log.open("w") as stream:
+        command = [PYTHON, "-m", *arguments]
         process = subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT)
     found = f"http://127.0.0.1:{port}"
     try:
@@ -49,3 +55,29 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    port = free_port()
+    sizes = ["--max-model-len", "2048", "--num-blocks", "512", "--max-num-seqs", "16"]
+    arguments = ["octavo", "serve", "smollm2", "--port", port, *sizes]
+    with server(tmp_path_factory.mktemp("server"), port, arguments) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def parrot_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The model is called "parrot" and says the text of the last user's message."""
+    make_model = "from tests import tiny; print(tiny.model_dir())"
+    model = subprocess.check_output([PYTHON, "-c", make_model], cwd=ROOT, text=True).strip()
+    options = {
+        "model": model,
+        "served_model_name": ["parrot"],
+        "program": "tests.serve.parrot_engine",
+        "engine": {"max_model_len": 1024, "num_gpu_blocks_override": 512},
+    }
+    port = free_port()
+    arguments = ["tests.serve.launch", port, json.dumps(options)]
+    with server(tmp_path_factory.mktemp("parrot"), port, arguments) as found:
+        yield found

@@ -1,4 +1,5 @@
-"""guidance with the embedded model, through its class for vLLM: text, choices, patterns, JSON."""
+"""guidance with the embedded model, through its class for vLLM: text, streams, choices, patterns,
+JSON. guidance has no tools for models of this class."""
 
 from __future__ import annotations
 
@@ -29,6 +30,21 @@ def test_text(asked: Any) -> None:
     with guidance.assistant():
         asked += guidance.gen(name="answer", max_tokens=40)
     assert asked["answer"]
+
+
+@guidance.guidance
+def answer_in_a_thread(model: Any) -> Any:
+    """A stream runs in a thread of its own, which does not know the role of its caller."""
+    with guidance.assistant():
+        model += guidance.gen(name="answer", max_tokens=20)
+    return model
+
+
+def test_a_stream(asked: Any) -> None:
+    parts = list(asked.stream() + answer_in_a_thread())
+    texts = [str(part) for part in parts]
+    assert len(texts) > 3 and texts == sorted(texts, key=len)
+    assert parts[-1]["answer"]
 
 
 def test_a_choice(asked: Any) -> None:

@@ -40,6 +40,8 @@ WEATHER = {
     },
 }
 
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
 
 class City(BaseModel):
     name: str = Field(max_length=20)
@@ -68,36 +70,54 @@ def test_a_chat_and_its_stream(asked: dict[str, Any]) -> None:
     assert text == whole.choices[0].message.content
 
 
-def test_a_tool_is_called_and_its_result_comes_back(asked: dict[str, Any]) -> None:
-    messages: list[Any] = [{"role": "user", "content": "Is it raining in Paris?"}]
-    tools = {"tools": [WEATHER]}
-    if not asked["model"].startswith("ollama_chat"):  # Ollama's API cannot demand a call.
-        tools["tool_choice"] = {"type": "function", "function": {"name": "get_weather"}}
-        reply = litellm.completion(**{**asked, **tools, "messages": messages})
-        (call,) = reply.choices[0].message.tool_calls
-        assert call.function.name == "get_weather"
-        assert isinstance(json.loads(call.function.arguments)["city"], str)
-        pieces = litellm.completion(**{**asked, **tools, "messages": messages}, stream=True)
-        joined = litellm.stream_chunk_builder(list(pieces))
-        (streamed,) = joined.choices[0].message.tool_calls
-        assert json.loads(streamed.function.arguments) == json.loads(call.function.arguments)
-    called = {
-        "id": "call_0",
-        "type": "function",
-        "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+def test_a_tool_that_must_be_called(asked: dict[str, Any]) -> None:
+    if asked["model"].startswith("ollama_chat"):
+        pytest.skip("Ollama's API cannot demand a call")
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    asked["messages"] = [{"role": "user", "content": "Is it raining in Paris?"}]
+    reply = litellm.completion(**asked, tools=[WEATHER], tool_choice=choice)
+    (call,) = reply.choices[0].message.tool_calls
+    assert call.function.name == "get_weather"
+    assert set(json.loads(call.function.arguments)) == {"city"}
+    pieces = litellm.completion(**asked, tools=[WEATHER], tool_choice=choice, stream=True)
+    joined = litellm.stream_chunk_builder(list(pieces))
+    (streamed,) = joined.choices[0].message.tool_calls
+    assert json.loads(streamed.function.arguments) == json.loads(call.function.arguments)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_tool_that_the_model_chooses_and_its_result(
+    parrot_url: str, provider: str, stream: bool
+) -> None:
+    asked = {
+        "model": f"{provider}/parrot",
+        "api_base": parrot_url + PROVIDERS[provider],
+        "api_key": "unused",
+        "max_tokens": 200,
+        "num_retries": 0,
+        "tools": [WEATHER],
     }
-    messages += [
-        {"role": "assistant", "content": None, "tool_calls": [called]},
-        {"role": "tool", "tool_call_id": "call_0", "content": "It rains."},
-    ]
-    answer = litellm.completion(**{**asked, "tools": [WEATHER], "messages": messages})
-    message = answer.choices[0].message
-    assert message.content or message.tool_calls
+
+    def reply(messages: list[Any]) -> Any:
+        found = litellm.completion(**asked, messages=messages, stream=stream)
+        if stream:
+            found = litellm.stream_chunk_builder(list(found))
+        return found.choices[0].message
+
+    messages: list[Any] = [{"role": "user", "content": CALL}]
+    called = reply(messages)
+    (call,) = called.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "It rains."}
+    answer = reply([*messages, called.model_dump(), result])
+    assert "It rains." in answer.content and not answer.tool_calls
 
 
 def test_structured_output(asked: dict[str, Any]) -> None:
     reply = litellm.completion(**asked, response_format=City)
-    assert City.model_validate_json(reply.choices[0].message.content).name
+    assert City.model_validate_json(reply.choices[0].message.content)
 
 
 def test_other_apis(url: str) -> None:

@@ -299,7 +299,7 @@ def test_limits_and_proxies_are_options(monkeypatch: pytest.MonkeyPatch) -> None
         assert CliRunner().invoke(app, ["serve", *arguments]).exit_code == 0
     limits = [config.limits for config in configs]
     assert [(found.connections, found.connections_per_address) for found in limits] == [
-        (4096, 1024),
+        (8192, 4096),
         (100, 50),
     ]
     assert configs[0].trusted_proxies == ()

@@ -15,7 +15,8 @@ import openai
 import pytest
 
 from octavo.serve.api.api_errors import ApiError
-from octavo.serve.front.queue_bound import QueueBound
+from octavo.serve.front.queue_bound import REQUEST_BYTES, TOKEN_BYTES, QueueBound, QueueLimits
+from octavo.serve.serve_config import ServeConfig
 from tests.serve.running import NAME, Running, check_error, events, http_request, server
 
 BUSY = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True}
@@ -32,8 +33,12 @@ class Owner:
 # ---- the queue -----------------------------------------------------------------------------------
 
 
+def bounded(requests: int | None = None, tokens: int | None = None) -> QueueBound:
+    return QueueBound(QueueLimits(2**40, 1e9, requests, tokens))
+
+
 def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
-    queue = QueueBound(max_requests=3, max_tokens=100)
+    queue = bounded(requests=3, tokens=100)
     for k, tokens in enumerate((40, 40)):
         queue.check(1, tokens)
         queue.enter(str(k), Owner(), tokens)
@@ -52,8 +57,51 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
     queue.check(1, 40)
 
 
+def test_the_queue_is_bounded_by_memory() -> None:
+    queue = QueueBound(QueueLimits(10 * REQUEST_BYTES + 10_000 * TOKEN_BYTES, 60.0))
+    for k in range(5):
+        queue.check(1, 1000)
+        queue.enter(str(k), Owner(), 1000)
+    queue.check(1, 5000)
+    with pytest.raises(ApiError, match="5 requests with 5000 prompt tokens") as caught:
+        queue.check(1, 50_000)
+    assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    with pytest.raises(ApiError, match="5 requests with 5000 prompt tokens"):
+        queue.check(50, 50)
+
+
+def test_the_queue_is_bounded_by_the_expected_waiting_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    queue = QueueBound(QueueLimits(2**40, 60.0))
+    for k in range(2000):  # a burst, of which nothing is known yet
+        queue.check(1, 10)
+        queue.enter(str(k), Owner(), 10)
+    for k in range(1000):  # ten requests in a second
+        now += 0.1
+        queue.leave(str(k), admitted=True)
+    with pytest.raises(ApiError, match="would wait for about 100 s") as caught:
+        queue.check(1, 10)
+    assert caught.value.code == "queue_full" and caught.value.retry_after == pytest.approx(100, 0.1)
+    queue.check(1, 10, free=500)
+    for k in range(1000, 1500):
+        now += 0.1
+        queue.leave(str(k), admitted=True)
+    queue.check(1, 10)
+
+
+def test_the_default_limits_accept_a_burst_of_2000_short_requests() -> None:
+    config = ServeConfig()
+    queue = QueueBound(QueueLimits(config.max_queue_memory, config.queue_timeout))
+    for k in range(2000):
+        queue.check(1, 500)
+        queue.enter(str(k), Owner(), 500)
+    assert config.limits.connections_per_address > 2000
+    assert config.limits.connections_per_key > 2000
+
+
 def test_a_full_queue_is_known_before_the_request_is_read() -> None:
-    queue = QueueBound(max_requests=2, max_tokens=100)
+    queue = bounded(requests=2, tokens=100)
     queue.enter("0", Owner(), 100)
     with pytest.raises(ApiError, match="100 prompt tokens") as caught:
         queue.check_full()
@@ -71,7 +119,7 @@ def test_a_full_queue_is_known_before_the_request_is_read() -> None:
 
 
 def test_who_finds_a_row_does_not_wait() -> None:
-    queue = QueueBound(max_requests=2, max_tokens=100)
+    queue = bounded(requests=2, tokens=100)
     for k in range(5):
         queue.check(1, 1, free=3)  # not yet told that any of them has begun
         queue.enter(str(k), Owner(), 1)
@@ -80,12 +128,12 @@ def test_who_finds_a_row_does_not_wait() -> None:
 
 
 def test_alone_any_request_may_wait() -> None:
-    QueueBound(1, 10).check(1, 1000)
-    QueueBound(1, 10).check(1000, 1000)  # a batch of prompts
+    bounded(1, 10).check(1, 1000)
+    bounded(1, 10).check(1000, 1000)  # a batch of prompts
 
 
 def test_a_higher_priority_pushes_out_the_youngest_lower_one() -> None:
-    queue = QueueBound(2, 1000)
+    queue = bounded(2, 1000)
     first, second = Owner(), Owner()
 
     def fail(error: ApiError) -> None:
@@ -104,7 +152,7 @@ def test_a_higher_priority_pushes_out_the_youngest_lower_one() -> None:
 def test_when_to_come_back_follows_the_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    queue = QueueBound(1000, 10**9)
+    queue = bounded()
     for k in range(50):
         queue.enter(str(k), Owner(), 1)
     for k in range(30):  # ten a second

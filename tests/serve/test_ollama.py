@@ -113,6 +113,7 @@ def test_the_model_is_described(running: Running) -> None:
     (tag,) = running.get("/api/tags").json()["models"]
     (loaded,) = running.get("/api/ps").json()["models"]
     assert tag["name"] == loaded["model"] == NAME and tag["size"] > 0
+    assert (tag["details"]["family"], tag["details"]["quantization_level"]) == ("llama", "float32")
     assert len(tag["digest"]) == 64 and loaded["context_length"] == 1024
     shown = running.post("/api/show", {"model": f"{NAME}:latest"}).json()
     assert "tools" in shown["capabilities"] and shown["template"]

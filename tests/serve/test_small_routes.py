@@ -279,11 +279,23 @@ def test_the_tokenizer_is_told_as_lm_eval_reads_it(running: Running) -> None:
     check_error(running.post("/tokenizer_info", {}), 405, code="method_not_allowed")
 
 
+def test_a_refused_method_names_all_that_the_path_allows(running: Running) -> None:
+    for path, allowed in (
+        ("/v1/files", "GET, HEAD, POST"),
+        ("/v1/files/file-1", "DELETE, GET, HEAD"),
+        ("/v1/completions", "POST"),
+    ):
+        reply = running.http.put(path, json={})
+        error = check_error(reply, 405, code="method_not_allowed")
+        assert reply.headers["allow"] == allowed and error["message"].endswith(f"use {allowed}")
+
+
 def test_every_limit_is_told_under_its_name(running: Running) -> None:
     found = running.get("/v1/limits").json()
     assert set(Limits.__dataclass_fields__) < set(found)
     assert (
-        found["max_queue"] == 256
+        found["max_queue"] is None
+        and found["max_queue_memory"] == 512 * 2**20
         and found["longest_sequence"] == 1024
         and found["request_timeout"] == 600
     )

@@ -19,6 +19,7 @@ from octavo.serve.api import structured_output
 from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.protocol import CompletionRequest
 from octavo.serve.limits import Limits
+from octavo.text.structural_tags import grammar_of_tags
 from tests import schemas, tiny
 from tests.serve.running import NAME, Running, check_error, events
 
@@ -40,6 +41,10 @@ FORMAT: Any = {
 
 OTHER = {"type": "object", "properties": {"b": {"type": "null"}}}
 EBNF = 'root ::= "a" | "b"'
+STRUCTURES: dict[str, Any] = {
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f>"],
+}
 READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "OpenAI": ({"response_format": FORMAT}, dict(json=SCHEMA)),
     "OpenAI's any object": ({"response_format": {"type": "json_object"}}, dict(json_object=True)),
@@ -51,6 +56,8 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "TGI's json": ({"response_format": {"type": "json", "value": SCHEMA}}, dict(json=SCHEMA)),
     "TGI's regex": ({"response_format": {"type": "regex", "value": "a+"}}, dict(regex="a+")),
     "Fireworks' grammar": ({"response_format": {"type": "grammar", "grammar": EBNF}}, dict(grammar=EBNF)),
+    "vLLM's structural tags": ({"response_format": {"type": "structural_tag", **STRUCTURES}},
+                               dict(grammar=grammar_of_tags(**STRUCTURES))),
     "vLLM's options": ({"structured_outputs": {"json": SCHEMA, "regex": None, "disable_any_whitespace": True,
                                                "disable_additional_properties": False, "whitespace_pattern": " ?"}},
                        dict(json=SCHEMA, disable_additional_properties=False, whitespace_pattern=" ?")),
@@ -84,6 +91,7 @@ UNREAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "open and closed": ({"guided_json": SCHEMA, "structured_outputs": {"json": SCHEMA, "disable_additional_properties": False}},
                         "guided_json", "different"),
     "no such type": ({"response_format": {"type": "xml"}}, "response_format.type", "must be text, json_object"),
+    "no triggers": ({"response_format": {"type": "structural_tag", "structures": STRUCTURES["structures"]}}, "response_format", "triggers must be"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "an object"),
     "no regex": ({"response_format": {"type": "regex"}}, "response_format.regex", "needs regex or value"),
     "an unknown option": ({"structured_outputs": {"json": SCHEMA, "structural_tag": {}}}, "structured_outputs.structural_tag", "use one of"),

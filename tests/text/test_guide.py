@@ -24,6 +24,7 @@ from octavo.text import Tokenizer, trial
 from octavo.text import guide as module
 from octavo.text.detokenize import BYTE_OF_CHARACTER
 from octavo.text.guide import Guides
+from octavo.text.structural_tags import grammar_of_tags
 from octavo.text.vocabulary import make_vocabulary
 from tests import schemas
 from tests.text.builders import KINDS
@@ -207,6 +208,39 @@ def test_grammar_with_schemas_in_it(guides: Guides, embedded: Tokenizer) -> None
     assert accepts(guides, embedded, 'call f{"x": 1}', grammar=own), (
         "who says how it is to be is heard"
     )
+
+
+def test_text_is_free_around_structural_tags(guides: Guides, embedded: Tokenizer) -> None:
+    number = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tags = [
+        {"begin": "<f=one>", "schema": number, "end": "</f>"},
+        {"begin": "<f=two>", "schema": {"type": "boolean"}, "end": ""},
+    ]
+    grammar = grammar_of_tags(tags, ["<f="])
+    for text in (
+        "only words",
+        '<f=one>{"n":1}</f>',
+        'first <f=two>true then <f=one>{"n":1}</f> and words',
+    ):
+        assert accepts(guides, embedded, text, grammar=grammar), text
+    for text in ("a <f=three>", '<f=one>{"m":1}</f>', '<f=one>{"n":1} </f>', "<f=two>1"):
+        assert not accepts(guides, embedded, text, grammar=grammar), text
+
+
+@pytest.mark.parametrize(
+    ("structures", "triggers", "says"),
+    [
+        ([{"begin": "<f>", "schema": {}, "end": ""}], ["<g>"], "begin must start with"),
+        ([{"begin": "<f>", "end": ""}], ["<f>"], "structures.0 must have"),
+        ([], ["<f>"], "structures must be"),
+        ([{"begin": "<f>", "schema": {}, "end": ""}], [""], "triggers must be"),
+    ],
+)
+def test_tags_that_cannot_work_are_refused(
+    structures: list[Any], triggers: list[str], says: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        grammar_of_tags(structures, triggers)
 
 
 def test_control_tokens_are_allowed_where_a_grammar_names_them(

@@ -1,7 +1,8 @@
 """Runs vLLM's server tests: python -m tests.vllm_suite --source CLONE [FILE ...].
 
 Each file runs in a process of its own, with servers of its own. The report is a line for each file
-and each test that did not pass; --json writes all of it.
+and each test that did not pass. `--json FILE` writes the outcome of every test, and the reason from
+reasons.py; tests of other files that FILE already has are kept, so that the suite can run in parts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from octavo.bench.provenance import provenance, run_git
 from tests.vllm_suite.chosen import SERVER_TESTS
+from tests.vllm_suite.reasons import reason_of
 
 SHIMS = Path(__file__).parent / "shims"
 ROOT = Path(__file__).parents[2]
@@ -30,6 +33,7 @@ def lay_out(source: Path, folder: Path) -> None:
     (folder / "tests" / "__init__.py").touch()
     shutil.copy(SHIMS / "tests_utils.py", folder / "tests" / "utils.py")
     shutil.copy(SHIMS / "tests_conftest.py", folder / "tests" / "conftest.py")
+    shutil.copy(SHIMS / "thinking.jinja", folder / "tests" / "thinking.jinja")
     for name in ("vllm_import.py", "vllm_command.py"):
         shutil.copy(SHIMS / name, folder / name)
     (folder / "pytest.ini").write_text(
@@ -76,26 +80,49 @@ def outcome(case: ET.Element) -> Outcome:
     return "passed", ""
 
 
+def rows_of(file: str, found: dict[str, Outcome]) -> list[dict[str, str]]:
+    rows = []
+    for test, (word, why) in found.items():
+        reason = "" if word == "passed" else reason_of(file, test)
+        row = {"file": file, "test": test, "outcome": word, "why": why, "reason": reason}
+        rows.append({name: text for name, text in row.items() if text})
+    return rows
+
+
+def write_result(path: Path, source: Path, rows: list[dict[str, str]]) -> None:
+    """Write rows, and those that the file has of other test files."""
+    origin = provenance()
+    origin["command"] = "python -m tests.vllm_suite --source CLONE"
+    commit = run_git(source, "rev-parse", "--short=10", "HEAD")
+    replaced = {row["file"] for row in rows}
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [*(row for row in kept if row["file"] not in replaced), *rows]
+    rows.sort(key=lambda row: row["file"])
+    partial = not {*SERVER_TESTS} <= {row["file"] for row in rows}
+    result = {"provenance": origin, "vllm_commit": commit, "partial": partial, "rows": rows}
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, required=True, help="a clone of vLLM")
     parser.add_argument("--json", type=Path, help="a file for the outcome of every test")
     parser.add_argument("files", nargs="*", help="files below tests/entrypoints; default: chosen")
     known, options = parser.parse_known_args()
-    results: dict[str, dict[str, Outcome]] = {}
+    rows: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory(prefix="octavo-vllm-suite-") as name:
         lay_out(known.source, Path(name))
         for file in known.files or SERVER_TESTS:
             found = run_file(Path(name), f"tests/entrypoints/{file}", options)
-            results[file] = found
+            rows += rows_of(file, found)
             words = [word for word, _ in found.values()]
             print(f"{file}: {words.count('passed')} of {len(words)} passed", flush=True)
-            for test, (word, why) in found.items():
-                if word != "passed":
-                    print(f"    {word} {test}: {why}", flush=True)
+            for row in rows:
+                if row["file"] == file and row["outcome"] != "passed":
+                    print(f"    {row['outcome']} {row['test']}: {row.get('why')}", flush=True)
             if known.json is not None:
-                known.json.write_text(json.dumps(results, indent=1))
-    words = [word for found in results.values() for word, _ in found.values()]
+                write_result(known.json, known.source, rows)
+    words = [row["outcome"] for row in rows]
     print(f"{words.count('passed')} of {len(words)} tests passed")
     return 0
 

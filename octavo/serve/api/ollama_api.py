@@ -7,6 +7,7 @@ tools have arguments that are objects, so a stream sends each call when it is co
 from __future__ import annotations
 
 import hashlib
+import re
 from datetime import UTC, datetime
 from typing import Any
 
@@ -300,15 +301,20 @@ def encode_line(value: dict[str, Any]) -> bytes:
 # ---- the model -----------------------------------------------------------------------------------
 
 
+def family_of(loaded: Loaded) -> str:
+    """Return the architecture in Ollama's way: "llama" for LlamaForCausalLM."""
+    return re.sub(r"(ForCausalLM|LMHeadModel)$", "", loaded.architecture).lower()
+
+
 def model_details(loaded: Loaded) -> dict[str, Any]:
-    family = loaded.architecture
+    family = family_of(loaded)
     return {
         "parent_model": "",
         "format": "safetensors" if loaded.tokenizer_gguf is None else "gguf",
         "family": family,
         "families": [family],
         "parameter_size": "",
-        "quantization_level": loaded.dtype,
+        "quantization_level": loaded.weights.partition(" weights")[0] or loaded.dtype,
     }
 
 
@@ -341,7 +347,7 @@ def model_description(
     loaded: Loaded, created: int, template: str | None, capabilities: list[str]
 ) -> dict[str, Any]:
     """Return the reply of /api/show."""
-    family = loaded.architecture
+    family = family_of(loaded)
     settings = [f"{name} {value}" for name, value in loaded.sampling.items()]
     return {
         "modelfile": "",

@@ -220,6 +220,18 @@ def response_id(request_id: str) -> str:
     return f"resp_{request_id.removeprefix('req_')}"
 
 
+def error_event(error: ApiError, number: int) -> bytes:
+    """Return the event that ends a stream whose response object is lost."""
+    body = {
+        "type": "error",
+        "sequence_number": number,
+        "code": error.code or error.type,
+        "message": error.message,
+        "param": error.param,
+    }
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(body)
+
+
 class ResponseWriter:
     """Builds a response, whole or as a stream of events."""
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 
-class RepetitionDetection(msgspec.Struct, kw_only=True):
+class RepetitionDetection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_pattern_size: int | None = None
     min_pattern_size: int | None = None
     min_count: int | None = None

@@ -171,7 +171,7 @@ STRUCTURE = (
     _both(HONOURED, "regex", "the same as structured_outputs.regex, as in SGLang"),
     _both(HONOURED, "ebnf", "the same as structured_outputs.grammar, as in SGLang"),
     _both(HONOURED, "grammar", "the same as structured_outputs.grammar, as in llama.cpp and TGI"),
-    _both(REFUSED, "structural_tag", "this server has no structural tags: use structured_outputs"),
+    _both(REFUSED, "structural_tag", "send structural tags as response_format"),
 )  # fmt: skip
 
 REPLY = (

@@ -2,7 +2,8 @@
 
 response_format       OpenAI: {"type": "text" | "json_object" | "json_schema", "json_schema":
                       {"name", "schema", "strict"}}. Clients of other servers send a schema as
-                      `schema` or `value`, and the types json, regex and grammar.
+                      `schema` or `value`, and the types json, regex, grammar and
+                      structural_tag (octavo/text/structural_tags.py).
 structured_outputs    vLLM: {"json" | "regex" | "choice" | "grammar" | "json_object": ...}
 guided_json, ...      the same in the form of older clients of vLLM
 json_schema, ...      the same in the form of clients of llama.cpp, SGLang and TGI
@@ -21,6 +22,7 @@ from octavo.params import KINDS, StructuredOutputs
 from octavo.serve.api.api_errors import invalid_field, unsupported
 from octavo.serve.api.protocol import Common
 from octavo.serve.limits import Limits
+from octavo.text.structural_tags import grammar_of_tags
 
 # Each field that may contain a spec, and the kind of the spec, or None if the value has the kind.
 FIELDS: dict[str, str | None] = {
@@ -41,7 +43,7 @@ OPTIONS = (
     "disable_fallback",
     "whitespace_pattern",
 )
-TYPES = "text, json_object, json_schema, json, regex or grammar"
+TYPES = "text, json_object, json_schema, json, regex, grammar or structural_tag"
 
 _values = attrgetter(*FIELDS)
 _NONE = (None,) * len(FIELDS)
@@ -133,6 +135,8 @@ def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
         return {"regex": _content(name, value, "regex", "value", "pattern")}
     if kind == "grammar":
         return {"grammar": _content(name, value, "grammar", "value")}
+    if kind == "structural_tag":
+        return {"grammar": _tag_grammar(name, value)}
     if kind == "json_object":
         schema = value.get("schema") or value.get("value")
         return {"json_object": True} if schema is None else {"json": schema}
@@ -150,6 +154,13 @@ def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
             f"{name} needs a JSON schema: json_schema.schema must be an object",
         )
     return {"json": inner}
+
+
+def _tag_grammar(name: str, value: dict[str, Any]) -> str:
+    try:
+        return grammar_of_tags(value.get("structures"), value.get("triggers"))
+    except InvalidRequest as error:
+        raise invalid_field(name, f"{name}: {error}") from None
 
 
 def _content(name: str, value: dict[str, Any], *keys: str) -> Any:

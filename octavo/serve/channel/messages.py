@@ -98,7 +98,8 @@ ToEngine = (
 
 
 class Phase(msgspec.Struct, tag=True, array_like=True):
-    """The phase of the start: importing, loading, allocating or warming."""
+    """The phase of the start: importing, loading, compiling, allocating or
+    warming."""
 
     name: str
     fraction: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route, Router, WebSocketRoute
+from starlette.routing import Match, Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.serve.endpoints import (
@@ -129,6 +129,7 @@ class Table:
             WebSocketRoute("/ws/watch", WatchEndpoint(front)),
         ]
         self.router = Router([*routes, *sockets], redirect_slashes=False, default=not_found)
+        self.routes = routes
         self.plain = {
             (method, route.path): route
             for route in routes
@@ -142,9 +143,23 @@ class Table:
             scope["path"] = path[:-1]
         route = self.plain.get((scope.get("method", ""), scope["path"]))
         if route is None:
-            return await self.router(scope, receive, send)
+            return await self._search(scope, receive, send)
         scope["route"] = route  # The guard logs its path.
         await route.app(scope, receive, send)
+
+    async def _search(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.router(scope, receive, send)
+        except HTTPException as error:
+            if error.status_code == 405:  # The router names the methods of one route only.
+                methods = {
+                    method
+                    for route in self.routes
+                    if route.matches(scope)[0] != Match.NONE
+                    for method in route.methods or ()
+                }
+                error.headers = {"Allow": ", ".join(sorted(methods))}
+            raise
 
 
 class UnderPath:

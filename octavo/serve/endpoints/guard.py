@@ -113,7 +113,7 @@ class Guard:
             "http.request.method": "GET" if method == "WS" else method,
             "url.scheme": scope.get("scheme", "http"),
             "gen_ai.request.id": caller.id,
-            OPERATION: "chat" if scope["path"].startswith(CHAT_PATHS) else "text_completion",
+            OPERATION: operation_of(scope["path"]),
         }
         return tracing.begin(method, context, caller.arrival, attributes)
 
@@ -215,6 +215,11 @@ class Guard:
             " --allowed-origin ORIGIN to allow them",
             "wrong_origin",
         )
+
+
+def operation_of(path: str) -> str:
+    """Return the name that OpenTelemetry has for what a request asks for."""
+    return "chat" if path.startswith(CHAT_PATHS) else "text_completion"
 
 
 def end_span(span: ServerSpan, scope: Scope, status: int) -> None:

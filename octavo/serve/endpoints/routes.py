@@ -223,6 +223,7 @@ async def limits(exchange: Exchange) -> None:
     loaded = exchange.front.client.model_info()
     found: dict[str, Any] = {
         **asdict(config.limits),
+        "max_queue_memory": config.max_queue_memory,
         "max_queue": config.max_queue,
         "max_queue_tokens": config.max_queue_tokens,
         "queue_timeout": config.queue_timeout,

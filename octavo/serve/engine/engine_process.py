@@ -12,6 +12,7 @@ handles tokens, not text. Its only signal handler writes the stacks of all threa
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -22,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -509,7 +510,15 @@ class HeartbeatThread(threading.Thread):
 def build(start: Start, link: EngineLink) -> LLM:
     link.send(Phase("importing"))
     from octavo.llm import LLM
+    from octavo.ops.cpu.thread_pool import report_compilation
 
+    @contextlib.contextmanager
+    def compiling() -> Iterator[None]:
+        link.send(Phase("compiling"))
+        yield
+        link.send(Phase("allocating"))
+
+    report_compilation(compiling)
     last = 0.0
 
     def progress(fraction: float) -> None:

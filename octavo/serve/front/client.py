@@ -50,7 +50,7 @@ from octavo.serve.channel.messages import (
 from octavo.serve.front.keys import Key
 from octavo.serve.front.metrics import Metrics
 from octavo.serve.front.quarantine import Quarantine, fingerprint
-from octavo.serve.front.queue_bound import QueueBound
+from octavo.serve.front.queue_bound import QueueBound, QueueLimits
 from octavo.serve.front.supervisor import Supervisor
 from octavo.serve.front.tracing import CallSpans, ServerSpan, Tracing
 from octavo.serve.front.trials import Trials
@@ -281,7 +281,14 @@ class EngineClient:
     def __init__(self, config: ServeConfig, metrics: Metrics, supervisor: Supervisor | None = None):
         self.config = config
         self.metrics = metrics
-        self.queue_bound = QueueBound(config.max_queue, config.max_queue_tokens)
+        self.queue_bound = QueueBound(
+            QueueLimits(
+                memory=config.max_queue_memory,
+                seconds=config.queue_timeout,
+                requests=config.max_queue,
+                tokens=config.max_queue_tokens,
+            )
+        )
         self.open_requests: dict[str, OpenRequest] = {}
         self.calls: dict[str, Call] = {}
         self.finished_calls: OrderedDict[str, str] = OrderedDict()  # call id -> owner

@@ -153,8 +153,10 @@ class Keys:
         try:
             value = tomllib.loads(Path(file).read_text(encoding="utf-8"))
             entries = msgspec.convert(value, dict[str, list[Entry]]).get("keys", [])
-        except (OSError, ValueError) as error:
-            raise KeysError(f"cannot use the keys in {file}: {error}") from None
+        except OSError as error:
+            raise KeysError(f"cannot read the API keys in {file}: {error.strerror}") from None
+        except ValueError as error:
+            raise KeysError(f"cannot use the API keys in {file}: {error}") from None
         return cls(_distinct(keys + [_key(entry, file) for entry in entries], file), limits)
 
     def check(self, header: str | None, address: str) -> Key | None:

@@ -1,14 +1,16 @@
-"""Limits the number of waiting requests, and the number of tokens in their prompts.
+"""Limits what waiting requests cost: their memory, and the time that the last one waits.
 
-A request above the limit displaces a waiting request whose key has a lower priority, if there is
-one. Otherwise it is refused at once, with the time after which the client should retry.
+A request above a limit displaces a waiting request whose key has a lower priority, if there is one.
+Otherwise it is refused at once, with the time after which the client should retry. A number of
+requests says little about the cost: a GPU admits thousands of short requests within seconds. An
+administrator may limit the number of requests and of prompt tokens nevertheless.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from octavo.serve.api.api_errors import MAX_RETRY_AFTER, ApiError, queue_full
 
@@ -19,6 +21,20 @@ DEFAULT_SECONDS_PER_REQUEST = 0.05
 # The share of refused clients that is assumed to retry. The value is low on purpose, because an
 # empty queue costs more than a second refusal.
 RETURNING_SHARE = 0.7
+# The expected waiting time is used after requests have waited for this many seconds in total.
+# Before that, the rate of admissions says little: a burst fills all batch slots at once.
+MEASURED_SECONDS = 5.0
+# The memory of a waiting request in both processes: its connection, its objects, and the copies of
+# its prompt. docs/serving.md has the measurement.
+REQUEST_BYTES = 32 * 2**10
+TOKEN_BYTES = 96
+
+
+class QueueLimits(NamedTuple):
+    memory: int  # bytes, as the constants above estimate them
+    seconds: float  # the expected waiting time of a new request
+    requests: int | None = None
+    tokens: int | None = None  # in the prompts of the requests
 
 
 class Waiting(Protocol):
@@ -30,9 +46,8 @@ class Waiting(Protocol):
 
 
 class QueueBound:
-    def __init__(self, max_requests: int, max_tokens: int):
-        self.max_requests = max_requests
-        self.max_tokens = max_tokens
+    def __init__(self, limits: QueueLimits):
+        self.limits = limits
         # request id -> (its call, number of tokens in its prompt)
         self.waiting: dict[str, tuple[Waiting, int]] = {}
         self.tokens = 0
@@ -70,11 +85,23 @@ class QueueBound:
         if not self.waiting:
             # An empty queue admits any request. Otherwise a batch above the limit could never run.
             return None
-        if len(self.waiting) + requests > self.max_requests + free:
+        limits = self.limits
+        count = len(self.waiting) + requests
+        if limits.requests is not None and count > limits.requests + free:
             return f"{len(self.waiting)} requests"
-        if self.tokens + tokens > self.max_tokens:
+        if limits.tokens is not None and self.tokens + tokens > limits.tokens:
             return f"{self.tokens} prompt tokens"
+        if count * REQUEST_BYTES + (self.tokens + tokens) * TOKEN_BYTES > limits.memory:
+            return f"{len(self.waiting)} requests with {self.tokens} prompt tokens"
+        if self._seconds > MEASURED_SECONDS:
+            seconds = (count - free) * self._seconds_per_request()
+            if seconds > limits.seconds:
+                return f"a request would wait for about {seconds:.0f} s"
         return None
+
+    def _seconds_per_request(self) -> float:
+        """Return the measured time between two admissions of waiting requests."""
+        return self._seconds / self._admitted if self._admitted else DEFAULT_SECONDS_PER_REQUEST
 
     def _latest_below(self, key_priority: int) -> Waiting | None:
         """Return the call of lower key priority that arrived last, or None."""
@@ -116,11 +143,8 @@ class QueueBound:
         now = time.monotonic()
         while self._retry_times and self._retry_times[0] < now:
             self._retry_times.popleft()
-        seconds_each = DEFAULT_SECONDS_PER_REQUEST
-        if self._admitted:
-            seconds_each = self._seconds / self._admitted
         ahead = len(self.waiting) + RETURNING_SHARE * len(self._retry_times)
-        delay = min(ahead * seconds_each, MAX_RETRY_AFTER)
+        delay = min(ahead * self._seconds_per_request(), MAX_RETRY_AFTER)
         if len(self._retry_times) < MAX_RETRY_TIMES:
             self._retry_times.append(now + delay)
         return delay

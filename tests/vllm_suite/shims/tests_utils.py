@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from typing import Any
 import openai
 import pytest
 import requests
+
+from octavo.compat.environment import get_open_port
 
 ROCM_EXTRA_ARGS: list[str] = []
 # These flags choose weights or hardware that the embedded model does not have.
@@ -45,23 +46,8 @@ DROPPED = {
 # Some tests generate until the context is full, which takes long on a CPU.
 LONGEST = int(os.environ.get("OCTAVO_SUITE_LONGEST", "1024"))
 # A template that opens a reasoning, for models that reason.
-THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content or '' }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is not defined or enable_thinking %}<think>
-{% else %}<think>
-
-</think>
-
-{% endif %}{% endif %}"""
+THINKING = Path(__file__).with_name("thinking.jinja")
 _servers: dict[tuple[str, ...], RemoteOpenAIServer] = {}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def translated(model: str, given: list[str]) -> list[str]:
@@ -85,11 +71,8 @@ def translated(model: str, given: list[str]) -> list[str]:
         any(word.startswith("--reasoning-parser") for word in args)
         and "--chat-template" not in args
     ):
-        folder = Path(tempfile.gettempdir()) / "octavo-vllm-suite"
-        folder.mkdir(exist_ok=True)
-        (folder / "thinking.jinja").write_text(THINKING)
         # The embedded model does not reason, so its reasoning is closed after a few tokens.
-        args += ["--chat-template", str(folder / "thinking.jinja"), "--thinking-token-budget", "24"]
+        args += ["--chat-template", str(THINKING), "--thinking-token-budget", "24"]
     return args
 
 
@@ -114,7 +97,7 @@ class RemoteOpenAIServer:
     def _begin(self, model: str, args: list[str], options: dict[str, Any]) -> None:
         self.uds = args[args.index("--uds") + 1] if "--uds" in args else None
         self.host = "localhost"
-        self.port = free_port()
+        self.port = get_open_port()
         if "--port" in args:
             self.port = int(args[args.index("--port") + 1])
         command = [sys.executable, "-m", "octavo", "serve", "--model", "smollm2"]

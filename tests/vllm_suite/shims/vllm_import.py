@@ -43,6 +43,16 @@ def get_tokenizer(*_: Any, **__: Any) -> Tokenizer:
     return Tokenizer.from_gguf(open_gguf(embedded_path()).gguf_metadata)
 
 
+class ModelConfig:
+    """The properties of the embedded model that tests ask for."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def get_vocab_size(self) -> int:
+        return len(get_tokenizer())
+
+
 class HfTokenizer:
     """The embedded model's tokenizer with the results of transformers 5."""
 
@@ -88,6 +98,7 @@ class Environment(types.ModuleType):
 
 
 OWN: dict[str, dict[str, Any]] = {
+    "vllm.config": {"ModelConfig": ModelConfig},
     "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
     "vllm.transformers_utils.tokenizer": {"get_tokenizer": get_tokenizer},
     "vllm.version": {"__version__": octavo.__version__},
