@@ -33,17 +33,30 @@ def counted(details: dict[str, int]) -> tuple[int, int]:
 
 
 def test_usage_and_metrics_count_the_same_drafts(drafting: Running) -> None:
-    time.sleep(0.05)  # the engine's own counts come a moment after the reply
-    before = drafting.metrics()
+    prefix = "octavo:spec_decode_num"
+
+    def metrics_with(drafted: float) -> dict[str, float]:
+        """The metrics once a heartbeat of the engine has brought its counts."""
+        deadline = time.monotonic() + 10
+        found = drafting.metrics()
+        while (
+            f'{prefix}_accepted_tokens_per_pos_total{{position="0"}}' not in found
+            or found[f"{prefix}_draft_tokens_total"] < drafted
+        ):
+            assert time.monotonic() < deadline, "the engine's counts did not arrive"
+            time.sleep(0.05)
+            found = drafting.metrics()
+        return found
+
+    before = metrics_with(drafted=0)
     reply = drafting.complete(prompt=PROMPT, max_tokens=60, temperature=0, ignore_eos=True)
     accepted, rejected = counted(reply["usage"]["completion_tokens_details"])
     assert accepted > 0 and rejected > 0
-    time.sleep(0.05)
-    after = drafting.metrics()
+    drafted = before[f"{prefix}_draft_tokens_total"] + accepted + rejected
+    after = metrics_with(drafted=drafted)
 
     def grew(name: str) -> float:
-        name = f"octavo:spec_decode_num_{name}"
-        return after[name] - before[name]
+        return after[f"{prefix}_{name}"] - before[f"{prefix}_{name}"]
 
     assert grew("draft_tokens_total") == accepted + rejected
     assert grew("accepted_tokens_total") == accepted
