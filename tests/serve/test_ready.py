@@ -87,3 +87,16 @@ def test_compile_prepares_the_cache(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", program]
     started = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert started.returncode == 0 and "compiling" not in started.stderr
+
+
+def test_two_processes_compile_once(tmp_path: Path) -> None:
+    environment = os.environ | {"OCTAVO_CACHE": str(tmp_path)}
+    argv = [sys.executable, "-c", "from octavo.ops.cpu.thread_pool import kernels; kernels()"]
+    processes = [
+        subprocess.Popen(argv, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert sorted("compiling CPU kernels" in text for text in errors) == [False, True], errors
+    assert sorted("another process compiles" in text for text in errors) == [False, True], errors

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -31,6 +32,9 @@ from numpy.typing import NDArray
 from octavo.ops.cpu.cpu_features import cache_directory, instruction_set
 
 log = logging.getLogger(__name__)
+
+SECONDS_UNTIL_NOTICE = 3.0  # how long a process waits silently for the compilation of another
+MOST_WAITING_SECONDS = 300.0  # then it compiles too: the other process may be suspended
 
 
 def writable(directory: Path) -> bool:
@@ -72,6 +76,34 @@ def compiled_mark(directory: Path) -> Path:
     return directory / f"compiled-{place}"
 
 
+@contextlib.contextmanager
+def compilation_lock(mark: Path) -> Iterator[None]:
+    """Hold the lock of this installation's compilation, so that only one process compiles.
+
+    A process waits for the lock until the mark exists, which means that nothing is left to compile.
+    The operating system releases the lock of a process that dies.
+    """
+    with mark.with_name(f"{mark.name}.lock").open("w") as file:
+        started = time.monotonic()
+        noticed = False
+        while not mark.exists():
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - started
+            except OSError:  # This file system has no locks.
+                break
+            if waited > MOST_WAITING_SECONDS:
+                log.warning("another process still compiles CPU kernels: this one compiles too")
+                break
+            if waited > SECONDS_UNTIL_NOTICE and not noticed:
+                log.warning("another process compiles CPU kernels: waiting until it is done")
+                noticed = True
+            time.sleep(0.1)
+        yield
+
+
 @cache
 def kernels() -> ModuleType | None:
     """Return the compiled kernels (octavo.ops.cpu.jit.run_jit).
@@ -86,7 +118,6 @@ def kernels() -> ModuleType | None:
 
     config: Any = numba.config
     directory = cache_directory(isa)
-    compiles = not compiled_mark(directory).exists()
     if not writable(directory):
         log.warning(
             "CPU kernels cannot be cached in %s, so they are compiled at every start "
@@ -94,17 +125,19 @@ def kernels() -> ModuleType | None:
             directory,
         )
         directory = Path(tempfile.mkdtemp(prefix="octavo-kernels-"))
-        compiles = True
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    report = _compilation_report() if compiles else contextlib.nullcontext()
+    mark = compiled_mark(directory)
     # numba reads CACHE_DIR when a function is declared.
     before = config.CACHE_DIR
     config.CACHE_DIR = str(directory)
     try:
-        with report:
-            from octavo.ops.cpu.jit import run_jit
+        lock = contextlib.nullcontext() if mark.exists() else compilation_lock(mark)
+        with lock:
+            report = contextlib.nullcontext() if mark.exists() else _compilation_report()
+            with report:
+                from octavo.ops.cpu.jit import run_jit
 
-        compiled_mark(directory).touch()
+            mark.touch()
     finally:
         config.CACHE_DIR = before
     return run_jit
