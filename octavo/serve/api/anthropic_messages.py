@@ -168,7 +168,7 @@ def tool_choice(given: dict[str, Any] | None) -> tuple[str | dict[str, Any] | No
     parallel = None if alone is None else not alone
     if kind == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}, parallel
-    if kind not in CHOICES:
+    if not isinstance(kind, str) or kind not in CHOICES:
         raise invalid_field("tool_choice.type", "tool_choice.type must be auto, any, tool or none")
     return CHOICES[kind], parallel
 
@@ -178,7 +178,7 @@ def thinking_options(given: dict[str, Any] | None) -> dict[str, Any] | None:
     if given is None:
         return None
     kind = given.get("type")
-    if kind not in THINKING:
+    if not isinstance(kind, str) or kind not in THINKING:
         raise invalid_field("thinking.type", f"thinking.type must be one of {', '.join(THINKING)}")
     return None if THINKING[kind] is None else {"enable_thinking": THINKING[kind]}
 

@@ -40,6 +40,12 @@ from octavo.serve.limits import Limits
 
 POSTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a conversation.", ("messages",)),
+    "/invocations": (
+        ChatRequest,
+        "Pass the request on to the route that its fields belong to (SageMaker): a chat, or a body "
+        "of completions, embeddings, rerank or score.",
+        ("messages",),
+    ),
     "/v1/chat/completions/render": (
         ChatRequest,
         "Render the prompt of a conversation.",
@@ -81,6 +87,7 @@ POSTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
 # The routes that reply with a stream if the request says so, and the content type of the stream.
 STREAMED = {
     "/v1/chat/completions": "text/event-stream",
+    "/invocations": "text/event-stream",
     "/v1/completions": "text/event-stream",
     "/v1/messages": "text/event-stream",
     "/v1/responses": "text/event-stream",
@@ -122,7 +129,6 @@ POSTS_WITHOUT_BODY = {
     "/ping": "Return the same as /readyz.",
     "/sleep": "End the engine process until /wake_up, for administrators only if there are keys.",
     "/wake_up": "Start the engine process again.",
-    "/invocations": "Pass the request on to the route that its fields belong to (SageMaker).",
 }
 ERROR = {
     "type": "object",
@@ -523,6 +529,8 @@ def description(
     plain = {"description": "The request succeeded.", "content": {"text/plain": {}}}
     paths["/metrics"]["get"]["responses"] = {**responses, "200": plain}
     paths |= id_paths(limits, responses)
+    file = {"description": "The request succeeded.", "content": {"application/octet-stream": {}}}
+    paths["/v1/files/{id}/content"]["get"]["responses"] = {**responses, "200": file}
     for path, operations in paths.items():
         for operation in operations.values():
             operation["responses"] = with_errors(operation["responses"], path)
