@@ -24,6 +24,13 @@ from tests.vllm_suite.reasons import reason_of
 SHIMS = Path(__file__).parent / "shims"
 ROOT = Path(__file__).parents[2]
 SECONDS = 120  # for one test
+# Modules that tests decode or compare replies with: they run as they are.
+HELPERS = (
+    "tests/models/utils.py",
+    "vllm/config/utils.py",
+    "vllm/entrypoints/pooling/utils.py",
+    "vllm/utils/serial_utils.py",
+)
 Outcome = tuple[str, str]  # "passed", "failed", "error" or "skipped", and why
 
 
@@ -36,6 +43,10 @@ def lay_out(source: Path, folder: Path) -> None:
     shutil.copy(SHIMS / "thinking.jinja", folder / "tests" / "thinking.jinja")
     for name in ("vllm_import.py", "vllm_command.py"):
         shutil.copy(SHIMS / name, folder / name)
+    for name in HELPERS:
+        path = folder / "helpers" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / name, path)
     (folder / "pytest.ini").write_text(
         "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = module\n"
         "asyncio_default_test_loop_scope = module\n"

@@ -1,7 +1,8 @@
 """Lets vLLM's tests and examples import `vllm`: its modules are Octavo's of the same name.
 
-A module that Octavo does not have is made up: each of its names is a mock. Tests of vLLM's own
-classes then fail, and those of the server run.
+The modules in the folder `helpers` are vLLM's own, because tests decode or compare replies with
+them. Any other module that Octavo does not have is made up: each of its names is a mock. A test
+that calls or reads a mock fails, even if its assertions hold, because they may compare nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import sys
 import types
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
+
+import pytest
 
 import octavo
 from octavo.text.tokenizer import Tokenizer
@@ -104,7 +108,10 @@ OWN: dict[str, dict[str, Any]] = {
     "vllm.version": {"__version__": octavo.__version__},
     "vllm.exceptions": {"VLLMValidationError": ValueError},
 }
-MADE_UP = ("tests.models", "PIL", "soundfile")  # helpers of tests that need vLLM or images
+# The modules of vLLM's own that tests decode or compare replies with.
+HELPERS = Path(__file__).with_name("helpers")
+# Helpers of tests that need vLLM or images.
+MADE_UP = ("tests.models", "tests.ci_envs", "PIL", "soundfile")
 RECORDS = (
     "EmbeddingResponse",
     "PoolingResponse",
@@ -115,13 +122,24 @@ RECORDS = (
 )
 
 
+used_names: list[str] = []  # the made-up names that the running test used
+
+
+class MadeUpName(MagicMock):
+    """Accepts every use, and notes it."""
+
+    def _mock_call(self, *args: Any, **options: Any) -> Any:
+        used_names.append(self._extract_mock_name())
+        return super()._mock_call(*args, **options)
+
+
 class MadeUp(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         if name in RECORDS:
             return Record
-        return type(name, (Exception,), {}) if name.endswith("Error") else MagicMock(name=name)
+        return type(name, (Exception,), {}) if name.endswith("Error") else MadeUpName(name=name)
 
 
 class VllmFinder:
@@ -153,7 +171,9 @@ class VllmFinder:
         return made
 
     def exec_module(self, module: types.ModuleType) -> None:
-        pass
+        path = HELPERS / (module.__name__.replace(".", "/") + ".py")
+        if path.exists():
+            exec(compile(path.read_text(), str(path), "exec"), vars(module))
 
 
 sys.meta_path.insert(0, VllmFinder())
@@ -180,3 +200,12 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     left_out = [item for item in items if not applies(item)]
     items[:] = [item for item in items if applies(item)]
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: Any) -> Any:
+    used_names.clear()
+    found = yield
+    if used_names:
+        pytest.fail(f"made-up names were used: {sorted({*used_names})}"[:300], pytrace=False)
+    return found
