@@ -55,6 +55,17 @@ FIELDS = FieldChecks(
 )
 
 
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+@pytest.mark.parametrize("name", ["tool_choice", "thinking"])
+@pytest.mark.parametrize("kind", [[], {}, 1, None])
+def test_a_type_that_is_no_string_is_refused(
+    parrot: Running, path: str, name: str, kind: Any
+) -> None:
+    reply = parrot.post(path, {**BASE, "tools": TOOLS, name: {"type": kind}})
+    assert reply.status_code == 400, reply.text
+    assert f"{name}.type must be" in reply.json()["error"]["message"]
+
+
 def read_events(text: str) -> list[dict[str, Any]]:
     found = []
     for part in text.removesuffix("\n\n").split("\n\n"):
