@@ -96,6 +96,7 @@ class RemoteOpenAIServer:
 
     def _begin(self, model: str, args: list[str], options: dict[str, Any]) -> None:
         self.uds = args[args.index("--uds") + 1] if "--uds" in args else None
+        self.show_hidden_metrics = any("show-hidden-metrics" in word for word in args)
         self.host = "localhost"
         self.port = get_open_port()
         if "--port" in args:
@@ -158,7 +159,7 @@ class RemoteOpenAIServer:
         return f"http://{self.host}:{self.port}"
 
     def url_for(self, *parts: str) -> str:
-        return self.url_root + "/" + "/".join(parts)
+        return self.url_root + "/" + "/".join(part.strip("/") for part in parts if part)
 
     def get_client(self, **options: Any) -> openai.OpenAI:
         options.setdefault("timeout", 600)

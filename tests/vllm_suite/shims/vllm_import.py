@@ -19,19 +19,14 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import reply_records
 
 import octavo
 from octavo.text.tokenizer import Tokenizer
 
 
-class Record(dict):
-    """A reply whose fields are attributes. It accepts every reply."""
-
-    @classmethod
-    def model_validate(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return cls({name: cls.model_validate(field) for name, field in value.items()})
-        return [cls.model_validate(entry) for entry in value] if isinstance(value, list) else value
+class Fields(dict):
+    """A result of a tokenizer, whose fields are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -72,14 +67,14 @@ class HfTokenizer:
     def __call__(self, text: Any, **options: Any) -> Any:
         options.pop("return_tensors", None)
         found = self._own(text, **options)
-        return Record(found) if isinstance(found, dict) else found
+        return Fields(found) if isinstance(found, dict) else found
 
     def apply_chat_template(self, messages: Any, **options: Any) -> Any:
         for name in ("return_tensors", "padding"):
             options.pop(name, None)
         as_record = options.pop("return_dict", False)
         found = self._own.apply_chat_template(messages, **options)
-        return Record(input_ids=found) if as_record else found
+        return Fields(input_ids=found) if as_record else found
 
 
 def offline_tokenizers() -> None:
@@ -112,14 +107,14 @@ OWN: dict[str, dict[str, Any]] = {
 HELPERS = Path(__file__).with_name("helpers")
 # Helpers of tests that need vLLM or images.
 MADE_UP = ("tests.models", "tests.ci_envs", "PIL", "soundfile")
-RECORDS = (
-    "EmbeddingResponse",
-    "PoolingResponse",
-    "RerankResponse",
-    "ScoreResponse",
-    "BatchRequestOutput",
-    "TokenizeResponse",
-)
+RECORDS = {
+    "EmbeddingResponse": reply_records.EmbeddingResponse,
+    "PoolingResponse": reply_records.PoolingResponse,
+    "RerankResponse": reply_records.RerankResponse,
+    "ScoreResponse": reply_records.ScoreResponse,
+    "BatchRequestOutput": reply_records.BatchRequestOutput,
+    "TokenizeResponse": reply_records.TokenizeResponse,
+}
 
 
 used_names: list[str] = []  # the made-up names that the running test used
@@ -138,7 +133,7 @@ class MadeUp(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if name in RECORDS:
-            return Record
+            return RECORDS[name]
         return type(name, (Exception,), {}) if name.endswith("Error") else MadeUpName(name=name)
 
 
