@@ -1,12 +1,13 @@
 """Runs a file of requests without a server: an engine process, the application, and no port.
 
-Replies are appended to FILE.partial, which becomes FILE at the end. A run that was interrupted
+Replies are appended to FILE.partial, which is copied to FILE at the end. A run that was interrupted
 continues with the requests that have no reply there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,5 +77,9 @@ async def run_file(
         await asyncio.gather(engine, return_exceptions=True)
         front.files.close()
         await front.pool.close()
-    partial.replace(target)
+    # Writing into an existing file serves programs that have opened it. If this is interrupted,
+    # FILE.partial remains, and the next run copies it again.
+    with partial.open("rb") as finished, target.open("wb") as replies:
+        shutil.copyfileobj(finished, replies)
+    partial.unlink()
     return progress

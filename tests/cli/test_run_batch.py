@@ -1,0 +1,39 @@
+"""`octavo run-batch` writes one reply for each line of a file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import tiny
+
+
+def test_replies_reach_a_program_that_has_opened_the_file(tmp_path: Path) -> None:
+    """The file is written in place: another file of the same name would not reach the program."""
+    source = tmp_path / "requests.jsonl"
+    bodies = [{"model": "tiny", "prompt": "x", "max_tokens": count} for count in (1, 2, 3)]
+    lines = [
+        {"custom_id": f"{index}", "method": "POST", "url": "/v1/completions", "body": body}
+        for index, body in enumerate(bodies)
+    ]
+    source.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    target = tmp_path / "replies.jsonl"
+    target.write_text("an earlier text that is longer than nothing")
+    command = ["run-batch", "-i", str(source), "-o", str(target), "--model", str(tiny.model_dir())]
+    command += ["--served-model-name", "tiny", "--max-model-len", "64"]
+    with target.open() as opened:
+        run = subprocess.run(
+            [sys.executable, "-m", "octavo", *command],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert run.returncode == 0, run.stderr
+        replies = [json.loads(line) for line in opened]
+    assert sorted(reply["custom_id"] for reply in replies) == ["0", "1", "2"]
+    for reply in replies:
+        usage = reply["response"]["body"]["usage"]
+        assert usage["completion_tokens"] <= int(reply["custom_id"]) + 1
+    assert not target.with_name("replies.jsonl.partial").exists()
