@@ -578,7 +578,8 @@ class SamplingParams:
             for t in getattr(self, name) or ():
                 if not 0 <= t < vocab_size:
                     raise InvalidRequest(
-                        f"{name} names token {t}, but the vocabulary has ids 0..{vocab_size - 1}",
+                        f"{name} names token {t}, but the {vocab_size} tokens of the vocabulary "
+                        f"have ids 0..{vocab_size - 1}",
                         name,
                     )
 

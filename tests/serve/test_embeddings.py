@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,28 @@ def test_base64_holds_little_endian_floats(running: Running) -> None:
     packed = vectors(running.post(EMBED, {"input": "x", "encoding_format": "base64"}))[0]
     found = np.frombuffer(base64.b64decode(packed), "<f4")  # type: ignore[arg-type]
     assert found.tolist() == pytest.approx(plain)
+
+
+def test_a_binary_reply_holds_the_embeddings_one_after_the_other(running: Running) -> None:
+    plain = vectors(running.post(EMBED, {"input": TEXTS}))
+    asked = {"input": TEXTS, "embed_dtype": "float16", "endianness": "big"}
+    reply = running.post(EMBED, {**asked, "encoding_format": "bytes"})
+    assert reply.headers["content-type"] == "application/octet-stream"
+    metadata = json.loads(reply.headers["metadata"])
+    assert metadata["usage"]["prompt_tokens"] > 0
+    for index, entry in enumerate(metadata["data"]):
+        found = np.frombuffer(reply.content[entry["start"] : entry["end"]], dtype=">f2")
+        assert entry["index"] == index and entry["shape"] == [len(found)]
+        assert found.tolist() == pytest.approx(plain[index], abs=1e-3)
+    bare = running.post(EMBED, {**asked, "encoding_format": "bytes_only"})
+    assert bare.content == reply.content and "metadata" not in bare.headers
+
+
+def test_a_metadata_header_that_clients_cannot_read_is_refused(running: Running) -> None:
+    body = {"input": [[1]] * 500, "encoding_format": "bytes"}
+    message = check_error(running.post(EMBED, body), 400, "encoding_format")["message"]
+    assert "use bytes_only" in message
+    assert len(running.post(EMBED, {**body, "encoding_format": "bytes_only"}).content) == 500 * 128
 
 
 def test_the_usage_counts_cached_tokens(running: Running) -> None:
@@ -140,6 +163,8 @@ def test_ollama(running: Running, want: dict[str, list[float]]) -> None:
         (EMBED, {"input": "x", "dimensions": 33}, "dimensions"),
         (EMBED, {"input": "x", "dimensions": 0}, "dimensions"),
         (EMBED, {"input": "x", "encoding_format": "hex"}, "encoding_format"),
+        (EMBED, {"input": "x", "embed_dtype": "int8"}, "embed_dtype"),
+        (EMBED, {"input": "x", "endianness": "middle"}, "endianness"),
         (EMBED, {"input": "x", "model": "other"}, "model"),
         (EMBED, {"input": "x", "temperature": 1}, "temperature"),
         ("/rerank", {"query": "x", "documents": []}, "documents"),
@@ -154,6 +179,12 @@ def test_ollama(running: Running, want: dict[str, list[float]]) -> None:
 def test_refused(running: Running, path: str, body: dict[str, Any], param: str) -> None:
     status = 404 if body.get("model") == "other" else 400
     check_error(running.post(path, body), status, param)
+
+
+def test_the_error_of_a_long_text_names_it(running: Running) -> None:
+    reply = running.post("/score", {"text_1": "x", "text_2": "word " * 2000})
+    message = check_error(reply, 400, "the texts")["message"]
+    assert message.startswith("the text has ")
 
 
 def test_a_reply_with_too_many_numbers_is_refused(running: Running) -> None:
@@ -181,6 +212,8 @@ SHOWN: dict[str, Any] = {
     "continue_final_message": True,
     "dimensions": 4,
     "encoding_format": "base64",
+    "embed_dtype": "float16",
+    "endianness": "big",
     "task": "token_embed",
     "query": "b",
     "documents": ["b", "a", "c"],
@@ -205,6 +238,8 @@ def test_every_honoured_field_has_an_effect(running: Running) -> None:
             path, base = SCORES
         if name in ("messages", "chat_template_kwargs") or name.endswith(("_prompt", "_message")):
             path, base = CHAT
+        if name in ("embed_dtype", "endianness"):
+            base = {**base, "encoding_format": "base64"}
         seen = []
         for body in (base, {**base, name: value}):
             reply = running.post(path, body)

@@ -55,6 +55,7 @@ FIELDS = FieldChecks(
         ),
         "truncation": ({"truncation": "auto"}, {}),
         "metadata": ({"metadata": {"a": "b"}}, {}),
+        "chat_template_kwargs": ({"chat_template_kwargs": {"messages": []}}, {}),
     },
     asks={
         "background": True,
@@ -71,6 +72,12 @@ FIELDS = FieldChecks(
 def client(parrot: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{parrot.url}/v1", api_key="unused", max_retries=0) as found:
         yield found
+
+
+def test_an_unused_variable_of_the_template_is_named(parrot: Running) -> None:
+    reply = parrot.post(PATH, {**BASE, "chat_template_kwargs": {"unused": True}})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-ignored-params"] == "chat_template_kwargs.unused"
 
 
 def read_events(text: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ through the checks. The engine computes the prompts and generates nothing (octav
 from __future__ import annotations
 
 import base64
+import sys
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from octavo.collect import Collector
 from octavo.config import PoolerConfig
 from octavo.pooling import PoolingParams, Vector, cosine, embedding
 from octavo.serve.api.api_errors import invalid_field
+from octavo.serve.api.number_formats import binary_values
 from octavo.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -28,6 +30,7 @@ from octavo.serve.api.protocol import (
 from octavo.serve.api.translation import FieldNames
 
 encode = msgspec.json.Encoder().encode
+METADATA_BYTES = 32_768  # of a header; common clients accept 64 KiB in a line.
 # The pairs of fields that hold the two sides of a score.
 SCORE_SIDES = (
     ("queries", "documents"),
@@ -163,13 +166,54 @@ def usage_of(collectors: list[Collector]) -> dict[str, Any]:
     }
 
 
-def embedding_entry(index: int, vector: Vector, kind: str, encoding: str | None) -> bytes:
+def embedding_entry(index: int, vector: Vector, kind: str, body: EmbeddingRequest) -> bytes:
     """Return one entry of the data of a reply. `kind` is "embedding" or "pooling"."""
     field = "embedding" if kind == "embedding" else "data"
     value: Any = vector.tolist()
-    if encoding == "base64":
-        value = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    if body.encoding_format == "base64":
+        value = base64.b64encode(vector_bytes(vector, body)).decode()
     return encode({"object": kind, "index": index, field: value})
+
+
+def vector_bytes(vector: Vector, body: EmbeddingRequest) -> bytes:
+    """Return the values of a vector in the type and the byte order of the request."""
+    order = body.endianness or "little"
+    order = sys.byteorder if order == "native" else order
+    return binary_values(vector, body.embed_dtype or "float32", order)
+
+
+def metadata_of(
+    head: dict[str, Any],
+    vectors: list[Vector],
+    parts: list[bytes],
+    usage: dict[str, Any],
+    body: EmbeddingRequest,
+) -> str:
+    """Return the header that says where each vector of a binary reply is."""
+    items = []
+    start = 0
+    for index, (vector, part) in enumerate(zip(vectors, parts, strict=True)):
+        end = start + len(part)
+        items.append(
+            {
+                "index": index,
+                "embed_dtype": body.embed_dtype or "float32",
+                "endianness": body.endianness or "little",
+                "start": start,
+                "end": end,
+                "shape": list(vector.shape),
+            }
+        )
+        start = end
+    text = encode({**head, "data": items, "usage": usage}).decode("latin-1")
+    if len(text) > METADATA_BYTES:
+        raise invalid_field(
+            "encoding_format",
+            f"the header metadata of {len(vectors)} embeddings would have {len(text)} bytes, but "
+            f"clients accept {METADATA_BYTES}: send fewer texts, or use bytes_only",
+            "param_out_of_range",
+        )
+    return text
 
 
 def envelope(caller_id: str, model: str) -> dict[str, Any]:

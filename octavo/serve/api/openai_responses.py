@@ -93,6 +93,7 @@ def to_chat(
         "truncate_prompt_tokens": truncation(body.truncation),
         "reasoning_effort": reasoning_effort(body.reasoning, ignored),
         "response_format": text_format(body, ignored),
+        "chat_template_kwargs": body.chat_template_kwargs,
     }
     names = FieldNames(NAMES, conversation.places, ignored)
     return Translation(ChatRequest(**given), names), messages

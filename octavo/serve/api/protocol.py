@@ -141,6 +141,7 @@ class ResponsesRequest(Common, kw_only=True):
     top_logprobs: int | None = None
     truncation: str | None = None
     metadata: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
@@ -212,7 +213,9 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     dimensions: int | None = None
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
+    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = None
+    endianness: Literal["little", "big", "native"] | None = None
 
 
 class PoolingRequest(EmbeddingRequest, kw_only=True):

@@ -54,7 +54,7 @@ class Pooled:
 async def embeddings(exchange: Exchange) -> None:
     body, unknown = await exchange.body(EmbeddingRequest, generates=True)
     pooled = await pool_input(exchange, body, unknown)
-    await send_vectors(exchange, pooled, "embedding", body.encoding_format)
+    await send_vectors(exchange, pooled, "embedding", body)
 
 
 async def pooling(exchange: Exchange) -> None:
@@ -62,13 +62,13 @@ async def pooling(exchange: Exchange) -> None:
     body, unknown = await exchange.body(PoolingRequest, generates=True)
     kind = "all" if body.task == "token_embed" else None
     pooled = await pool_input(exchange, body, unknown, kind)
-    await send_vectors(exchange, pooled, "pooling", body.encoding_format)
+    await send_vectors(exchange, pooled, "pooling", body)
 
 
 async def rerank(exchange: Exchange) -> None:
     body, unknown = await exchange.body(RerankRequest, generates=True)
     texts = api.rerank_texts(body)
-    names = FieldNames({"prompt": "documents"})
+    names = FieldNames({"the prompt": "the text", "prompt": "documents"})
     request = api.completion_of(body, texts)
     pooled = await pool(exchange, request, names, unknown, api.params_of(body))
     reply = api.rerank_reply(body, texts, pooled.vectors, pooled.usage)
@@ -80,7 +80,7 @@ async def score(exchange: Exchange) -> None:
     body, unknown = await exchange.body(ScoreRequest, generates=True)
     left, right = api.score_sides(body)
     request = api.completion_of(body, [*left, *right])
-    names = FieldNames({"prompt": "the texts"})
+    names = FieldNames({"the prompt": "the text", "prompt": "the texts"})
     pooled = await pool(exchange, request, names, unknown, api.params_of(body))
     head = api.envelope(exchange.caller.id, exchange.front.config.name)
     vectors = pooled.vectors
@@ -203,17 +203,30 @@ def check_values(
         )
 
 
-async def send_vectors(exchange: Exchange, pooled: Pooled, kind: str, encoding: str | None) -> None:
+async def send_vectors(
+    exchange: Exchange, pooled: Pooled, kind: str, body: EmbeddingRequest
+) -> None:
     """Send a reply that may have millions of numbers, without blocking the event loop."""
     head = api.envelope(exchange.caller.id, exchange.front.config.name)
+    is_binary = body.encoding_format in ("bytes", "bytes_only")
     entries: list[bytes] = []
     encoded = 0
     for index, vector in enumerate(pooled.vectors):
-        entries.append(api.embedding_entry(index, vector, kind, encoding))
+        if is_binary:
+            entries.append(api.vector_bytes(vector, body))
+        else:
+            entries.append(api.embedding_entry(index, vector, kind, body))
         encoded += vector.size
         if encoded > VALUES_PER_TURN:
             encoded = 0
             await asyncio.sleep(0)
+    if is_binary:
+        headers = pooled.headers
+        if body.encoding_format == "bytes":
+            metadata = api.metadata_of(head, pooled.vectors, entries, pooled.usage, body)
+            headers = {**headers, "metadata": metadata}
+        await exchange.send(b"".join(entries), "application/octet-stream", headers)
+        return
     data = b"".join(
         (
             encode(head)[:-1],

@@ -561,7 +561,14 @@ class Metrics:
         self.cache_info = Gauge(
             f"{prefix}:cache_config_info",
             "Configuration of the KV cache, in labels; the value is always 1.",
-            ["block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype"],
+            [
+                "block_size",
+                "num_gpu_blocks",
+                "enable_prefix_caching",
+                "cache_dtype",
+                "kv_cache_size_tokens",
+                "kv_cache_max_concurrency",
+            ],
             registry=registry,
         )
 
@@ -585,8 +592,14 @@ class Metrics:
     def loaded(self, model: Loaded | None) -> None:
         if model is not None:
             self.cache_info.clear()
+            tokens = model.num_blocks * model.block_size
             self.cache_info.labels(
-                model.block_size, model.num_blocks, model.prefix_caching, model.kv_dtype
+                block_size=model.block_size,
+                num_gpu_blocks=model.num_blocks,
+                enable_prefix_caching=model.prefix_caching,
+                cache_dtype=model.kv_dtype,
+                kv_cache_size_tokens=tokens,
+                kv_cache_max_concurrency=f"{tokens / model.max_model_len:.2f}",
             ).set(1)
 
     def admitted(self, collector: Collector, start_time: float) -> None:
