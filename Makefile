@@ -22,7 +22,7 @@ PEERS ?= .venv-peers
 PEERS_READY := $(PEERS)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: browser-packages help setup chat serve test test-slow templates fuzz soak test-browser pictures test-clients test-vllm test-ray test-gpu peers lint format tables proto clean
+.PHONY: browser-packages help setup chat serve test test-slow templates fuzz soak test-browser pictures test-clients test-vllm test-ray test-deploy test-gpu peers lint format tables proto clean
 
 help:
 	@echo "make chat          set up, then talk to the embedded model (ARGS=\"...\" passes options on)"
@@ -37,6 +37,8 @@ help:
 	@echo "make test-clients  clients of OpenAI, Anthropic and Ollama, and other programs against servers, in a virtual environment of their own"
 	@echo "make test-vllm     vLLM's examples and server tests with Octavo in place of vLLM: SOURCE=DIRECTORY is a clone of vLLM"
 	@echo "make test-ray      two replicas on Ray Serve: clients, killed replicas, scaling; and tracing; in a virtual environment of its own"
+	@echo "make test-deploy   the files of deploy/ against a real Prometheus, linters, routers and schemas: needs Debian's prometheus,"
+	@echo "                   docker-compose and kubernetes-client; SOURCE=DIRECTORY, a clone of vLLM, adds vLLM's dashboards"
 	@echo "make test-gpu      the GPU and parity tests, with python3 as it is: needs torch, triton, transformers, pytest"
 	@echo "                   PART=1/4 runs the first of four parts, each below nine minutes with empty kernel caches;"
 	@echo "                   ARGS=--record-durations writes the seconds that balance the parts to tests/durations.json"
@@ -132,6 +134,12 @@ test-vllm: $(CLIENTS_READY)
 
 test-ray: $(RAY_READY)
 	@$(RAY)/bin/python -m pytest -m slow tests/ray_serve tests/serve/test_tracing.py $(ARGS)
+
+test-deploy: $(CLIENTS_READY)
+	@for program in prometheus promtool docker-compose kubectl; do command -v $$program > /dev/null || { \
+		echo "make test-deploy needs $$program: apt-get install prometheus docker-compose kubernetes-client" >&2; exit 1; }; done
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements-deploy.lock
+	@OCTAVO_VLLM_SOURCE=$(abspath $(SOURCE)) $(CLIENTS)/bin/python -m pytest -m slow tests/deploy $(ARGS)
 
 peers: $(PEERS_READY)
 	@$(PEERS)/bin/python octavo/bench/peers/prepare_models.py $(PEERS)/models

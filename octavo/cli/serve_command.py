@@ -58,6 +58,8 @@ def serve(
 
 
 def serve_on_ray(config: ServeConfig, options: RayOptions) -> None:
+    report = PhaseReport()
+    report("importing Ray", None)
     try:
         from octavo.serve.ray_serve.deploy import run
     except ImportError as error:
@@ -71,7 +73,7 @@ def serve_on_ray(config: ServeConfig, options: RayOptions) -> None:
         count = f"{options.replicas} replica" + ("" if options.replicas == 1 else "s")
         print(f"{config.name}: {count}\nready:   {address}/v1", flush=True)
 
-    run(config, options, say)
+    run(config, options, say, report)
 
 
 def announce(front: Front, port: int) -> None:

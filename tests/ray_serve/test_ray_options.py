@@ -41,7 +41,7 @@ def serve(*arguments: str) -> Result:
 def test_every_option_reaches_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[ServeConfig, RayOptions]] = []
     deploy = ModuleType("octavo.serve.ray_serve.deploy")
-    deploy.run = lambda config, options, say: found.append((config, options))  # type: ignore[attr-defined]
+    deploy.run = lambda config, options, say, report: found.append((config, options))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, deploy.__name__, deploy)
     assert OTHER_VALUES.keys() == option_declarations(RayOptions).keys() - {"ray"}
     assert serve("--ray", "--port", "0").exit_code == 0

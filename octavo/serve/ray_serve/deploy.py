@@ -191,12 +191,19 @@ def build_app(args: dict[str, Any]) -> serve.Application:
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def run(config: ServeConfig, options: RayOptions, say: Callable[[int], None]) -> None:
+def run(
+    config: ServeConfig,
+    options: RayOptions,
+    say: Callable[[int], None],
+    report: Callable[[str, float | None], None],
+) -> None:
     """Serve until a signal arrives. `say` is called with the port when the replicas are ready.
+    `report` is called with each phase of the start before that.
 
     A second signal ends open requests at once.
     """
-    connect(options)
+    connect(options, report)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray has replaced the handlers.
         signal.signal(number, interrupt)
     try:
@@ -206,6 +213,7 @@ def run(config: ServeConfig, options: RayOptions, say: Callable[[int], None]) ->
                 "this Ray cluster serves Octavo already: stop that server, or use another cluster"
             )
         application = application_of(with_absolute_paths(config), options)
+        report(f"starting the replicas ({options.replicas}), which load the model", None)
         with contextlib.suppress(KeyboardInterrupt):
             serve_until_interrupted(application, say)
         serve.delete(APPLICATION)
@@ -231,14 +239,16 @@ def serve_until_interrupted(application: serve.Application, say: Callable[[int],
             handle.drain.remote().result()
 
 
-def connect(options: RayOptions) -> None:
+def connect(options: RayOptions, report: Callable[[str, float | None], None]) -> None:
     """Connect to the Ray cluster of the options, or start one on this machine."""
     address = options.ray_address or os.environ.get("RAY_ADDRESS")
     if address is None:
+        report("starting a Ray cluster on this machine", None)
         # By default Ray gives its processes, and so the engine, a low priority.
         os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
         return
+    report(f"connecting to the Ray cluster at {address}", None)
     try:
         ray.init(address=address, logging_level=logging.WARNING)
     except ConnectionError:
