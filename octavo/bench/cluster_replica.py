@@ -34,7 +34,6 @@ class ClusterRequest:
     cached: int = 0
     reserved: int = 0  # tokens of KV that the replica keeps for it
     first_token_at: float = math.nan
-    ended_at: float = math.nan
     num_retries: int = 0
     is_transferred: bool = False  # its KV has come from another replica
 

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from octavo.bench.measure_quant import passages, quality
@@ -28,6 +26,8 @@ from octavo.bench.picture import Axis, Panel, Series, bars, points
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.params import SamplingParams
+from octavo.process_usage import rss_bytes
+from octavo.text.replay_guide import ReplayGuide
 from octavo.types import Request
 
 Advance: TypeAlias = Callable[[int, int, str], None]  # (completed, total, note)
@@ -38,26 +38,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "sinks": {"kv_eviction": "sinks"},
     "heavy": {"kv_eviction": "heavy"},
 }
-
-
-class ForcedText:
-    """A guide that allows only the next token of a known text."""
-
-    def __init__(self, token_ids: list[int], vocab_size: int, position: int = 0):
-        self.token_ids = token_ids
-        self.vocab_size = vocab_size
-        self.position = position
-
-    @property
-    def mask(self) -> bytes:
-        token_id = self.token_ids[self.position]
-        return (1 << token_id).to_bytes(-(-self.vocab_size // 32) * 4, "little")
-
-    def accept(self, token_id: int) -> None:
-        self.position += 1
-
-    def copy(self) -> ForcedText:
-        return ForcedText(self.token_ids, self.vocab_size, self.position)
 
 
 def force_text(llm: LLM, token_ids: list[int], prompt_length: int, advance: Advance) -> list[float]:
@@ -71,7 +51,7 @@ def force_text(llm: LLM, token_ids: list[int], prompt_length: int, advance: Adva
             "text",
             token_ids[:prompt_length],
             params,
-            guide=ForcedText(forced_ids, llm.config.vocab_size),
+            guide=ReplayGuide(forced_ids, llm.config.vocab_size),
         )
     )
     logprobs: list[float] = []
@@ -88,15 +68,6 @@ def force_text(llm: LLM, token_ids: list[int], prompt_length: int, advance: Adva
             "does not count"
         )
     return logprobs
-
-
-def rss_bytes() -> int:
-    """Return the resident memory of this process, or 0 if the system does not report it."""
-    memory_status = Path("/proc/self/statm")
-    if not memory_status.exists():
-        return 0
-    resident_pages = int(memory_status.read_text().split()[1])
-    return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def generate(

@@ -13,7 +13,7 @@ from typing import TypeVar
 from octavo.bench.other_work import measure_undisturbed
 
 Figure = TypeVar("Figure")
-MAX_VARIATION = 1.25  # largest over smallest ratio of an otherwise idle machine
+MAX_VARIATION = 1.25  # largest over smallest figure of one side on an otherwise idle machine
 
 
 def interleave(

@@ -8,7 +8,6 @@ distort the medians; the result reports them under `noise`.
 
 from __future__ import annotations
 
-import statistics
 import time
 import zlib
 from collections.abc import Callable
@@ -16,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from octavo.bench.interleave import MAX_VARIATION, spread
 from octavo.errors import OctavoError
 from octavo.llm import LLM
 from octavo.memory import weight_bytes
 from octavo.model.layers import Embedding
 from octavo.params import SamplingParams
 
-MAX_VARIATION = 1.25  # fastest over slowest repeat of one side on an otherwise idle machine
 PROMPTS = (
     "The capital of France is",
     "The largest ocean on Earth is the",
@@ -137,10 +136,6 @@ def noise(
     if len(ratios) < 3:
         problems.append(f"{len(ratios)} repeats are too few to show the spread")
     return problems
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def bytes_per_step(llm: LLM) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from octavo.bench.measure_batching import spread
+from octavo.bench.interleave import spread
 from octavo.bench.picture import Axis, Panel, Series, bars, points
 from octavo.bench.views import Result, ResultTable, ResultView
 from octavo.errors import OctavoError

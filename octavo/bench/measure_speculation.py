@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-from octavo.bench.measure_batching import MAX_VARIATION, encode, spread
+from octavo.bench.interleave import MAX_VARIATION, spread
+from octavo.bench.measure_batching import encode
 from octavo.bench.picture import Panel, bars
 from octavo.bench.synthetic_drafts import (
     METHOD,

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octavo.bench.measure_batching import spread
+from octavo.bench.interleave import spread
 from octavo.core.blocks import chain_hash
 from octavo.core.offload_costs import OffloadCosts
 from octavo.errors import OctavoError

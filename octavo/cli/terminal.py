@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Sequence
 from rich.cells import cell_len
 
 DIM = "\x1b[2m"
-BOLD = "\x1b[1m"
 RESET = "\x1b[0m"
 ERASE_LINE = "\r\x1b[K"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tab and newline
