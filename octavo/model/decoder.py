@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from octavo.config import ModelConfig, RopeConfig, Share
 from octavo.errors import ModelError
 from octavo.model.base import CausalLM, Slot, registry
-from octavo.model.fields import MAX_LAYERS, Fields
+from octavo.model.fields import MAX_LAYERS, MAX_VOCABULARY, Fields
 from octavo.model.known_fields import refuse_fields
 from octavo.model.layers import (
     Embedding,
@@ -368,7 +368,7 @@ class Decoder(CausalLM):
         )
         return ModelConfig(
             architecture=architecture,
-            vocab_size=fields.positive_int("vocab_size"),
+            vocab_size=fields.positive_int("vocab_size", maximum=MAX_VOCABULARY),
             hidden_size=heads.hidden_size,
             num_layers=num_layers,
             num_heads=heads.num_heads,

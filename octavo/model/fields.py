@@ -11,6 +11,8 @@ MAX_INTEGER = 2**31 - 1
 # Bounds of real numbers. Every product and quotient of two of them is a finite float32 or float64.
 SMALLEST_REAL = 1e-18
 LARGEST_REAL = 1e18
+# The kernels that sample with top-k and top-p keep a token id in 20 bits.
+MAX_VOCABULARY = 2**20
 MAX_LAYERS = 1_000  # all layers are built before the tensors of the checkpoint are compared
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from octavo.config import ModelConfig, Share
 from octavo.errors import ModelError
 from octavo.model.base import CausalLM, Slot, registry
-from octavo.model.fields import MAX_LAYERS, Fields
+from octavo.model.fields import MAX_LAYERS, MAX_VOCABULARY, Fields
 from octavo.model.known_fields import refuse_fields
 from octavo.model.layers import (
     Embedding,
@@ -145,7 +145,7 @@ class GPT2(CausalLM):
         activations = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
         return ModelConfig(
             architecture="GPT2LMHeadModel",
-            vocab_size=fields.positive_int("vocab_size"),
+            vocab_size=fields.positive_int("vocab_size", maximum=MAX_VOCABULARY),
             hidden_size=hidden_size,
             num_layers=fields.positive_int("n_layer", maximum=MAX_LAYERS),
             num_heads=num_heads,

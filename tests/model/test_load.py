@@ -754,6 +754,10 @@ def test_a_config_that_no_machine_can_hold_is_refused() -> None:
             LoadOptions(load_format="dummy"),
             ops=NO_OPS,
         )
+    with pytest.raises(ModelError, match="vocab_size must be at most 1048576,"):
+        load_model(
+            EIGHT_BILLION | {"vocab_size": 2**20 + 1}, LoadOptions(load_format="dummy"), ops=NO_OPS
+        )
 
 
 def test_more_layers_than_tensors_are_refused_before_a_model_is_built(tmp_path: Path) -> None:

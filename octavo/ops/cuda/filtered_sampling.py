@@ -21,7 +21,6 @@ THREADS = 1024
 LIST = 2048  # tokens that fit into shared memory, where they are read without the row
 BINS = 2048
 STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MAX_VOCAB_SIZE = 2**20
 
 
 class Arguments(ctypes.Structure):
