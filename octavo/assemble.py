@@ -684,7 +684,7 @@ def open_tiers(
     try:
         return TierStore(kv, resolved.cache.host_blocks, disk, resolved.requirements.staging)
     except (NotEnoughMemory, RuntimeError) as error:
-        log.warning("going on without a second tier of KV: %s", error)
+        log.warning("KV is not offloaded to host memory or disk: %s", error)
         return None
 
 

@@ -151,14 +151,14 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How the next tokens are guessed (octavo/core/speculation.py)."""
+    """How speculative decoding drafts tokens (octavo/core/speculation.py)."""
 
     method: str  # octavo/core/draft_methods.py lists them
     num_tokens: int = 4  # drafts that one step verifies for a sequence, at most
     adaptive: bool = True  # verify only as many as measurements show to pay
     ngram_min: int = 2  # fewest tokens that must occur earlier, for "ngram" and "suffix"
     ngram_max: int = 5  # most tokens that are looked for
-    exit_layer: int = 0  # layers of the model that guess, for "early_exit"
+    exit_layer: int = 0  # layers of the model that draft, for "early_exit"
     # Directory or name of the draft head or draft model, for "head" and "draft_model". None: the
     # draft head of the embedded model.
     model: str | None = None
@@ -172,7 +172,7 @@ class SpeculativeConfig:
 
     @property
     def drafts_on_device(self) -> bool:
-        """Whether the runner guesses. Otherwise the scheduler does (octavo/core/drafters.py)."""
+        """Whether the runner drafts. Otherwise the scheduler does (octavo/core/drafters.py)."""
         return self.method not in ("ngram", "suffix")
 
 
@@ -202,7 +202,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """What a logits processor is told of the engine, under vLLM's names."""
+    """The configuration that a logits processor receives, under vLLM's names."""
 
     model_config: ModelConfig
     scheduler_config: ScheduleConfig

@@ -747,18 +747,18 @@ class EngineOptions:
     def _check_offload(self) -> None:
         if self.kv_disk_path is None and self.kv_disk_gib != EngineOptions.kv_disk_gib:
             raise InvalidRequest(
-                "kv_disk_gib bounds nothing here: say where, kv_disk_path (--kv-disk)",
+                "kv_disk_gib has no effect without a directory: give kv_disk_path (--kv-disk)",
                 "kv_disk_gib",
             )
         if self.offloads and not self.enable_prefix_caching:
             raise InvalidRequest(
-                "swap_space and kv_disk_path keep what the prefix cache has: leave it enabled",
+                "swap_space and kv_disk_path need the prefix cache: leave it enabled",
                 "swap_space",
             )
         if self.kv_canary and (self.offloads or self.kv_eviction != "none"):
             raise InvalidRequest(
-                "kv_canary knows plain KV on the device: leave out swap_space, kv_disk_path, "
-                "kv_eviction",
+                "kv_canary does not support KV that is offloaded or evicted: leave out swap_space, "
+                "kv_disk_path and kv_eviction",
                 "kv_canary",
             )
 
@@ -767,12 +767,13 @@ class EngineOptions:
             return
         if self.kv_budget is not None:
             raise InvalidRequest(
-                "kv_budget bounds nothing here: say what leaves, kv_eviction sinks or heavy",
+                "kv_budget has no effect with kv_eviction none: use kv_eviction sinks or heavy",
                 "kv_budget",
             )
         if self.kv_sinks != EngineOptions.kv_sinks:
             raise InvalidRequest(
-                "kv_sinks has no effect here: nothing leaves with kv_eviction none", "kv_sinks"
+                "kv_sinks has no effect with kv_eviction none: use kv_eviction sinks or heavy",
+                "kv_sinks",
             )
 
 

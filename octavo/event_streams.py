@@ -1,5 +1,4 @@
-"""Event streams of the engines of an LLM: what they say about the model, their text, and whether
-they are recorded."""
+"""Makes the event streams of an LLM's engines: facts about the model, text, and recording."""
 
 from __future__ import annotations
 

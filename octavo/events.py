@@ -3,8 +3,8 @@ page and of recordings, the trace recorder, hang detection and benchmarks listen
 knows none of these. Parts of the core that measure step times (StepShaper, TierIndex, Speculation)
 listen too.
 
-A part of the engine that has something to report asks first whether anything listens, so that an
-event nobody wants is not even built:
+A part of the engine checks first whether an event has listeners, so that an event without any is
+not built:
 
     if Preempted in events.listeners:
         events.emit(Preempted(seq, reason, beneficiary))
@@ -226,7 +226,7 @@ class BlockDropped(NamedTuple):
 class BlocksReleased(NamedTuple):
     """A sequence gave up its references to blocks, the last block of its table first."""
 
-    seq: Sequence | None  # None: likewise as in BlocksAllocated
+    seq: Sequence | None  # None: as in BlocksAllocated
     blocks: list[int]
     number: int = 0
     step: int = 0
@@ -399,8 +399,8 @@ class EventLog:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Nothing listens within this block. Listeners must not change meanwhile. They hear only
-        that it has ended."""
+        """Call no listener within this block, in which listeners must not change. RehearsalEnded is
+        emitted at its end."""
         listeners = self.listeners
         self.listeners = {}
         try:

@@ -217,18 +217,18 @@ def size_tiers(
             f"{max(free, 0) / 2**30:.1f} GiB of memory that are left: use at most that"
         )
     if 0 < host < block_bytes or (disk and not host):
-        way_out = "or 0 for no host tier"
+        advice = "use more, or 0 for no host tier"
         if disk:
-            way_out = "because every block from disk passes through it"
+            advice = "use more, because every block from disk passes through host memory"
         raise InvalidRequest(
-            f"swap_space ({gib:g} GiB, --kv-host-gib) holds no KV block of "
-            f"{block_bytes / 2**20:.1f} MiB: use more, {way_out}",
+            f"swap_space ({gib:g} GiB, --kv-host-gib) is less than one KV block "
+            f"({block_bytes / 2**20:.1f} MiB): {advice}",
             "swap_space",
         )
     if disk and disk < 2 * block_bytes:
         raise InvalidRequest(
-            f"kv_disk_gib {disk_gib:g} holds no two KV blocks of {block_bytes / 2**20:.1f} MiB: "
-            "use more",
+            f"kv_disk_gib {disk_gib:g} is less than two KV blocks of "
+            f"{block_bytes / 2**20:.1f} MiB: use more",
             "kv_disk_gib",
         )
     return host // block_bytes, disk

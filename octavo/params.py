@@ -311,7 +311,7 @@ class SamplingParams:
     The names and defaults are those of the same class in vLLM."""
 
     n: int = 1
-    # compute this many and give back the n best; of beams: how many live
+    # sample this many and return the n best; for beam search, the beam width
     best_of: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -329,7 +329,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None  # the chosen token's, and this many of the likeliest
     prompt_logprobs: int | None = None
-    # report the logprobs of these tokens in place of those of the likeliest
+    # report the logprobs of these tokens instead of those of the likeliest
     logprob_token_ids: list[int] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
@@ -339,16 +339,16 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     # None: STRUCTURED_REPETITION where there are structured_outputs, elsewhere nothing is detected
     repetition_detection: RepetitionDetectionParams | None = None
-    # the most tokens of the reasoning before the answer; it is then closed
+    # maximum tokens of the reasoning before the answer; the closing tag is then forced
     thinking_token_budget: int | None = None
     # How the reasoning is marked. A structure is then that of the answer alone. None: the whole
     # text is the answer.
     reasoning: ReasoningMarks | None = None
-    # the likeliest texts instead of drawn ones: octavo/core/beam_search.py
+    # search for the likeliest texts instead of sampling (octavo/core/beam_search.py)
     use_beam_search: bool = False
-    # of beams: a text ranks by the sum of its logprobs / its length ** this
+    # beam search ranks texts by the sum of their logprobs / length ** length_penalty
     length_penalty: float = 1.0
-    early_stopping: bool | str = False  # of beams, as in transformers: True, False or "never"
+    early_stopping: bool | str = False  # of beam search, as in transformers: True, False or "never"
     # Functions (output tokens, logits) -> logits, which LLM calls before each token. They may take
     # the prompt's tokens as a first argument.
     logits_processors: list[Any] | None = None
@@ -585,17 +585,17 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """Sequences that are computed."""
+        """The number of sequences that are computed."""
         return self.best_of or self.n
 
     @property
     def completions(self) -> int:
-        """Sequences that the engine tells of: all that were drawn, of a beam search the best."""
+        """The number of sequences that the engine reports: all samples, or the n best beams."""
         return self.n if self.use_beam_search else self.width
 
     @property
     def ranked(self) -> bool:
-        """Which are given back is known at the end, from their logprobs."""
+        """Whether the completions to return are chosen at the end, by their logprobs."""
         return self.use_beam_search or self.width > self.n
 
     @property
@@ -644,7 +644,7 @@ class BeamSearchParams:
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0  # taken, and without effect: nothing is drawn
+    temperature: float = 0.0  # accepted without effect: beam search does not sample
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False  # the token that ends a text is among its tokens
     early_stopping: bool | str = False

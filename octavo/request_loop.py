@@ -105,8 +105,8 @@ class RequestLoop:
 
     def _replace_engine(self) -> None:
         log.warning(
-            "the engine was interrupted where its state may be half-written: it begins anew, with "
-            "nothing cached"
+            "the engine was interrupted while its state may have been half-written: a new engine "
+            "with an empty prefix cache replaces it"
         )
         before = self.engine.scheduler
         self.engine = self.new_engine()

@@ -93,7 +93,7 @@ def test_options_cannot_be_changed_and_copies_are_checked() -> None:
         ({"max_model_len": 1}, "max_model_len must be an integer of at least 2"),
         ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be a number in \(0, 1\]"),
         ({"kv_eviction": "oldest"}, "kv_eviction must be one of none, sinks, heavy, got 'oldest'"),
-        ({"kv_canary": True, "swap_space": 1}, "kv_canary knows plain KV"),
+        ({"kv_canary": True, "swap_space": 1}, "kv_canary does not support KV that is offloaded"),
         ({"enable_prefix_caching": False, "kv_disk_path": "x"}, "leave it enabled"),
     ],
 )

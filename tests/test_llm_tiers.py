@@ -296,11 +296,11 @@ def test_sizes_that_cannot_be_are_refused(tmp_path: Path) -> None:
         match=r"swap_space .100000 GiB.* is more than the .* GiB of memory that are left",
     ):
         make(swap_space=100_000)
-    with pytest.raises(InvalidRequest, match="holds no KV block"):
+    with pytest.raises(InvalidRequest, match="less than one KV block"):
         make(swap_space=1e-7)
     with pytest.raises(InvalidRequest, match="passes through"):
         make(swap_space=0, kv_disk_path=tmp_path)
-    with pytest.raises(InvalidRequest, match="kv_disk_gib .* holds no two KV blocks"):
+    with pytest.raises(InvalidRequest, match="kv_disk_gib .* is less than two KV blocks"):
         make(kv_disk_path=tmp_path, kv_disk_gib=1e-7)
     with pytest.raises(InvalidRequest, match="leave it enabled"):
         make(enable_prefix_caching=False)
@@ -329,7 +329,7 @@ def test_memory_that_cannot_be_page_locked_is_done_without(
 
     monkeypatch.setattr(TierStore, "__init__", refused)
     llm = make()
-    assert "going on without a second tier of KV: cannot be page-locked" in caplog.text
+    assert "KV is not offloaded to host memory or disk: cannot be page-locked" in caplog.text
     assert llm.engine.scheduler.tiers is None and llm.memory.host == 0
     ask(llm, prompts(1)[0])
 

@@ -1,4 +1,4 @@
-"""Where an OpenAI-compatible server is, and what it wants to be told: a model and a key.
+"""The address of an OpenAI-compatible server, and the model and the key to send.
 
     OpenAIEndpoint.parse("https://host/v1", model="m", api_key="...").applied_to(load)
 

@@ -1,4 +1,4 @@
-"""Drafts that are right as often as wanted, to measure what an acceptance is worth.
+"""Drafts with a given acceptance rate, to measure what an acceptance rate gains.
 
 A model with random weights is changed so that it repeats its last token: its embedding is scaled
 up, and its output head is a copy of the embedding. Its speed does not change. The next token is

@@ -106,7 +106,7 @@ def batching(
     title = f"{r['requests']} requests x {max_tokens} tokens"
     table(None, (title, "median", "min - max", "limit"), rows)
     for reason in r["noise"]:
-        say(f"[bold yellow]not to be trusted[/bold yellow]: {reason}")
+        say(f"[bold yellow]not reliable[/bold yellow]: {reason}")
     same = "the same" if r["same_tokens"] else "[bold red]different[/bold red]"
     say(f"Both ways gave {same} tokens.")
     step = in_bytes(r["step_bytes"])
@@ -272,18 +272,18 @@ def show_tiers(r: dict[str, Any], tokens: int) -> None:
         bounds = f"{ttft['min'] * 1e3:.1f} - {ttft['max'] * 1e3:.1f}"
         row = [name, f"{ttft['median'] * 1e3:.1f} ms", bounds]
         if key in speeds:
-            sooner = f"{r[f'{key}_ratio']['median']:.1f}x"
-            row += [sooner, f"{in_bytes(int(speeds[key]))}/s", chosen.get(key, "")]
+            speedup = f"{r[f'{key}_ratio']['median']:.1f}x"
+            row += [speedup, f"{in_bytes(int(speeds[key]))}/s", chosen.get(key, "")]
         rows.append(row)
     title = f"{tokens:,} tokens, first token after"
-    columns = (title, "median", "min - max", "sooner", "rate", "the engine chooses it")
+    columns = (title, "median", "min - max", "speedup", "rate", "chosen by the engine")
     table(None, columns, rows)
     link = f"{r['of_link']:.0%} of the link's {in_bytes(int(r['link_bytes_s']))}/s"
     say(
         f"[dim]{in_bytes(r['load_bytes'])} loaded at {link}; "
         f"{r['disk_records']} records on disk[/dim]"
     )
-    parts = ("asking", "reading", "waiting", "loading", "computing", "the rest")
+    parts = ("until planned", "disk read", "until computed", "load", "compute", "the rest")
     rows = [
         [TIER_NAMES[key], *(f"{seconds * 1e3:.1f}" for seconds in each.values())]
         for key, each in r["parts_s"].items()
@@ -293,7 +293,7 @@ def show_tiers(r: dict[str, Any], tokens: int) -> None:
         loaded = r["loaded_while_reading"][key]
         busy = r["busy_readers"][key]
         say(
-            f"[dim]{TIER_NAMES[key]}: {busy:.1f} readers at work, "
+            f"[dim]{TIER_NAMES[key]}: {busy:.1f} reader threads busy on average, "
             f"{loaded} blocks loaded while others were read[/dim]"
         )
     alone = ", ".join(

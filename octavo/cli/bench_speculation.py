@@ -37,7 +37,7 @@ def speculation(
         str,
         option(
             "Methods to compare, separated by semicolons; each is a value of --speculative, or "
-            "synthetic,acceptance=X for drafts that are right so often.",
+            "synthetic,acceptance=X for drafts that are accepted with probability X.",
             None,
             "METHOD;...",
             show_default=True,
@@ -48,7 +48,7 @@ def speculation(
         option("Workloads, separated by commas: chat, copy.", None, "NAME,...", show_default=True),
     ] = "chat,copy",
     streams: Annotated[
-        str, option("Numbers of requests at once.", None, "N,...", show_default=True)
+        str, option("Numbers of concurrent requests.", None, "N,...", show_default=True)
     ] = "1,16",
     temperatures: Annotated[
         str, option("Sampling temperatures to measure.", None, "X,...", show_default=True)
@@ -57,7 +57,7 @@ def speculation(
         int, option("Measured rounds; medians are reported.", None, "N", show_default=True, min=1)
     ] = 3,
     max_tokens: Annotated[
-        int, option("Most tokens of a reply.", None, "N", parser=size, show_default=True)
+        int, option("Maximum tokens per reply.", None, "N", parser=size, show_default=True)
     ] = 128,
     grid: Annotated[
         bool,
@@ -247,6 +247,4 @@ def show_problems(record: dict[str, Any]) -> None:
             f"{difference['prompt']} differs from its token {difference['token']} on"
         )
     if record["noise"]:
-        say(
-            f"[bold yellow]not to be trusted[/bold yellow]: {case}: the ratio varied between rounds"
-        )
+        say(f"[bold yellow]not reliable[/bold yellow]: {case}: the ratio varied between rounds")

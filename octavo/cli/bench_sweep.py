@@ -31,7 +31,9 @@ def sweep(
     api_key: ApiKey = None,
     clients: Annotated[
         int | None,
-        option("Most clients. Default: 64 on a CPU, 1,024 on a GPU.", None, "N", min=1),
+        option(
+            "Maximum number of clients. Default: 64 on a CPU, 1,024 on a GPU.", None, "N", min=1
+        ),
     ] = None,
     prompt: Annotated[
         int, option("Tokens per prompt.", None, "N", parser=size, show_default=True)

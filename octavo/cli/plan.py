@@ -143,7 +143,7 @@ def show(report: dict[str, Any]) -> None:
     table(None, ("", "", ""), memory_rows(report), left=(0, 2), dim=(2,))
     if not report["fits"]:
         missing = in_bytes(report["short_by"])
-        say(f"[bold red]It does not fit[/bold red]: {missing} are missing. What would do:")
+        say(f"[bold red]It does not fit[/bold red]: {missing} are missing. It would fit with:")
         for way in report["ways_to_fit"]:
             say(f"  {way}")
         return
@@ -153,7 +153,7 @@ def show(report: dict[str, Any]) -> None:
         if int(length) > report["max_model_len"]:
             why = "longer than the longest sequence"
         if count > report["max_num_seqs"]:
-            why = f"{report['max_num_seqs']:,} of them computed at once: --max-num-seqs"
+            why = f"{report['max_num_seqs']:,} of them run at once: --max-num-seqs"
         rows.append((f"{tokens(int(length))} tokens", f"{count:,}", why))
     table(None, ("sequences of", "fit at once", ""), rows, left=(0, 2), dim=(2,))
 

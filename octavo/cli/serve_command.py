@@ -102,7 +102,7 @@ def announce(front: Front, port: int) -> None:
     at_once = memory["kv_tokens"] // max(loaded.longest - 1, 1)
     kv = in_bytes(memory["kv"])
     if loaded.device == "cpu":
-        kv = f"up to {kv}, taken as it fills"
+        kv = f"up to {kv}, allocated as it fills"
     requests = "1 request" if at_once == 1 else f"{at_once:,} requests"
     print(
         f"{config.name}: {loaded.architecture}, {loaded.weights}, computed in {loaded.dtype} on "

@@ -86,7 +86,7 @@ def simulate_cluster(
     prefill_replicas: Annotated[
         int,
         option(
-            "Also simulate disaggregated prefill: so many of the replicas compute only prompts.",
+            "Also simulate disaggregated prefill: this many replicas compute only prompts.",
             None,
             "N",
             min=0,
@@ -103,7 +103,7 @@ def simulate_cluster(
     kv_bytes: Annotated[
         int,
         option(
-            "Bytes of KV per token. Default: 23040, as the embedded model has.",
+            "Bytes of KV per token. Default: 23040, the size of the embedded model.",
             None,
             "N",
             parser=size,
@@ -112,7 +112,7 @@ def simulate_cluster(
     kv_tokens: Annotated[
         int,
         option(
-            "Tokens that the KV cache of a replica holds.",
+            "KV cache of a replica in tokens.",
             None,
             "N",
             parser=size,
@@ -121,18 +121,18 @@ def simulate_cluster(
     ] = 32_768,
     max_num_seqs: Annotated[int, engine_option("max_num_seqs")] = 16,
     max_num_batched_tokens: Annotated[
-        int, option("Tokens of a step at most.", None, "N", parser=size, show_default=True)
+        int, option("Maximum tokens per step.", None, "N", parser=size, show_default=True)
     ] = 2048,
     ttft_limit: Annotated[
         float,
         option(
-            "Goodput: milliseconds until the first token, at most.", None, "MS", show_default=True
+            "Goodput limit: time to first token in milliseconds.", None, "MS", show_default=True
         ),
     ] = 2000.0,
     itl_limit: Annotated[
         float,
         option(
-            "Goodput: milliseconds between tokens of a reply on average, at most.",
+            "Goodput limit: mean time between the tokens of a reply in milliseconds.",
             None,
             "MS",
             show_default=True,
@@ -272,7 +272,7 @@ def _print_table(results: list[dict[str, Any]]) -> None:
                 cells.append(f"{value:,.{1 if 0 < value < 100 and value % 1 else 0}f}")
         rows.append((result["routing"], result["case"], *cells))
     table(None, ("routing", "case", *(name for name, _ in COLUMNS)), rows, left=(0, 1))
-    say("[dim]busiest: time that the busiest replica computes, divided by the average[/dim]")
+    say("[dim]busiest: compute time of the busiest replica, divided by the mean[/dim]")
 
 
 def _panels(results: list[dict[str, Any]]) -> list[Panel]:

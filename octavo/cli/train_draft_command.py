@@ -24,10 +24,17 @@ def train_draft(
         int, option("Texts to generate.", None, "N", parser=size, show_default=True)
     ] = 30_000,
     draft_vocab: Annotated[
-        int, option("Tokens that can be drafted.", None, "N", parser=size, show_default=True)
+        int,
+        option(
+            "Vocabulary of the draft head: the number of tokens that it can draft.",
+            None,
+            "N",
+            parser=size,
+            show_default=True,
+        ),
     ] = 8192,
     max_answer: Annotated[
-        int, option("Tokens of an answer at most.", None, "N", parser=size, show_default=True)
+        int, option("Maximum tokens per answer.", None, "N", parser=size, show_default=True)
     ] = 320,
     epochs: Annotated[
         int, option("Passes over the texts.", None, "N", parser=size, show_default=True)

@@ -66,7 +66,7 @@ def check_batching(modes: list[str], max_batch: int, window_ms: float, target_ms
     for name, used_by in MODES_OF_OPTION.items():
         if changed[name] and not any(mode in used_by for mode in modes):
             raise InvalidRequest(
-                f"{name} has no effect here: it is for batching {' or '.join(used_by)}", name
+                f"{name} has no effect here: it applies to batching {' or '.join(used_by)}", name
             )
 
 

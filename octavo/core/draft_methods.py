@@ -4,9 +4,9 @@
     off              no speculative decoding
     ngram            looks the last tokens up in the same text (min, max: how many tokens)
     suffix           looks there and in earlier replies to the same tenant (min, max)
-    early_exit       the model's own first layers guess (layer: how many)
-    head             a trained draft head guesses (model: its directory)
-    draft_model      a smaller model guesses (model: its directory)
+    early_exit       the model's own first layers draft (layer: how many)
+    head             a trained draft head drafts (model: its directory)
+    draft_model      a smaller model drafts (model: its directory)
 
 Every method takes k, the most tokens that one step verifies for a sequence, and adaptive=no, which
 verifies that many always instead of as many as measurements show to pay. The last three take
@@ -96,12 +96,12 @@ def with_defaults(name: str, method: str, checked: dict[str, Any]) -> Speculativ
     """Fill in settings that depend on others."""
     if method == "early_exit" and "exit_layer" not in checked:
         raise InvalidRequest(
-            f"{name}: early_exit needs the number of layers that guess, as in early_exit,layer=8",
+            f"{name}: early_exit needs the number of layers that draft, as in early_exit,layer=8",
             name,
         )
     if method == "draft_model" and "model" not in checked:
         raise InvalidRequest(
-            f"{name}: draft_model needs the model that guesses, as in draft_model,model=DIRECTORY",
+            f"{name}: draft_model needs the model that drafts, as in draft_model,model=DIRECTORY",
             name,
         )
     if "ngram_max" in checked and "ngram_min" not in checked:

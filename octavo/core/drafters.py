@@ -36,7 +36,7 @@ class NgramDrafter:
         return continuation_of(seq.tokens, seq.tokens, self.shortest, self.longest, count)
 
     def finished(self, seq: Sequence) -> None:
-        """A sequence teaches nothing about others."""
+        """Do nothing: only the sequence itself is searched."""
 
 
 class SuffixDrafter:
@@ -115,8 +115,8 @@ def continuation_of(
     known: array[int], text: array[int], shortest: int, longest: int, count: int
 ) -> array[int]:
     """Return up to `count` tokens that follow the last occurrence in `known` of the end of `text`.
-    The most tokens of the end, at most `longest`, that occur are used. If fewer than `shortest`
-    occur, the result is empty.
+    The longest end that occurs is used, of at most `longest` tokens. If its last `shortest` tokens
+    do not occur, the result is empty.
 
     The search runs over the bytes of the array, which is ten times as fast as comparing Python
     integers."""

@@ -28,7 +28,7 @@ from octavo.types import Sequence
 
 
 class CappedPrompts:
-    """Steps compute at most `cap` prompt tokens, and what another budget allows."""
+    """Limits the prompt tokens of a step to `cap`, besides the limits of another budget."""
 
     def __init__(self, budget: PromptBudget, cap: int):
         self.budget = budget

@@ -99,8 +99,8 @@ class Priority(Policy):
 
 
 class Shortest(Policy):
-    """Short prompts first. A prompt lets requests pass that arrive up to `ageing` seconds later for
-    each of its tokens."""
+    """Short prompts first. Each prompt token counts as `ageing` seconds of later arrival, so a long
+    prompt is overtaken for a bounded time only."""
 
     ageing = 0.01
 

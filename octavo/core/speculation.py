@@ -149,7 +149,7 @@ class Speculation:
         return num_prompt_tokens <= MAX_FOLLOWED_PROMPT
 
     def _may_pay(self, num_sequences: int) -> bool:
-        """Return whether drafts for each of so many sequences are expected to pay."""
+        """Return whether drafts for this many sequences are expected to pay."""
         costs = self.costs
         plain_seconds = costs.seconds(num_sequences)
         expected = 1.0
@@ -232,7 +232,7 @@ class StepDrafts:
         return None, count
 
     def _find_in_text(self, seq: Sequence, most: int) -> array[int]:
-        """Return drafts of the host."""
+        """Return drafts of the drafter on the host."""
         speculation = self.speculation
         assert speculation.drafter is not None
         if speculation.drafts_on_device:
@@ -251,7 +251,7 @@ class StepDrafts:
         return speculation.drafter.propose(seq, count) if count else array("i")
 
     def add(self, count: int) -> None:
-        """The step verifies so many drafts of the sequence that propose() was called for."""
+        """Count drafts that the step verifies for the sequence of the last propose()."""
         self.rows += count
         self.passes = self._passes_with(count)
         if self.speculation.adaptive:
@@ -340,9 +340,9 @@ class StepCosts:
 class CostTable:
     """Measured seconds by a number of rows.
 
-    A size never counts as more expensive than a larger one. A hiccup of the machine during the
-    first step of a size would otherwise make it look expensive for ever, because it would not be
-    used again."""
+    A size never counts as more expensive than a larger one. Otherwise a disturbance during the
+    first step of a size would make it look expensive for ever, because it would never be used
+    again."""
 
     MIN_WEIGHT = 0.1  # of a new measurement in a running mean
     MAX_GROWTH = 2.0  # A longer time than this multiple of the mean counts as this multiple.
@@ -355,7 +355,7 @@ class CostTable:
         self.costs: list[float] = []  # The smallest mean of this size and all larger ones.
 
     def forget(self) -> None:
-        """Lower all means a little. What looks too expensive to be used is tried again later."""
+        """Lower all means a little, so that a size that seemed too expensive is tried again."""
         kept = 1.0 - self.FORGETTING
         self.means = [mean * kept for mean in self.means]
         self.costs = [cost * kept for cost in self.costs]
@@ -415,8 +415,8 @@ class CostTable:
         return below + share * (self.costs[index] - below)
 
     def _beyond(self, num_rows: int) -> float:
-        """Estimate a size above all measured ones, on the line through the last two. Of a single
-        one nothing is known but its time, so that larger sizes are tried."""
+        """Estimate a size above all measured ones, on the line through the last two. With a single
+        measured size, a larger one is assumed to take the same time, so that it is tried."""
         if len(self.rows) == 1:
             return self.costs[0]
         rows_between = self.rows[-1] - self.rows[-2]

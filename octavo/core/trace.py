@@ -12,8 +12,8 @@ Each completion is one line of JSON:
 `blocks` has a number for each full block of BLOCK tokens of prompt and output. Two equal numbers
 mean equal tokens from the beginning up to there. The numbers are hashes under a secret that is
 never written down, so a trace reveals which requests share a prefix and nothing else. `id` and the
-fields after it say how the request fared and are not played again: when the front sent it to the
-engine, when the engine queued it (a step may have been running), when its first token was there,
+fields after it are measurements, which are not played again: when the front sent the request to
+the engine, when the engine queued it (a step may have been running), when it had its first token,
 how it ended, and its spans (spans.py): name, start, end, tokens, first and last step.
 
 Each step is one line too. `octavo timeline` draws these lines, and a simulation skips them:

@@ -264,27 +264,27 @@ class Record:
         position = first + os.preadv(self.file, [header, target, excess], first)  # mostly all of it
         if header:
             if position < kv_offset:
-                raise DiskMiss("corrupt", "it ends in the header")
+                raise DiskMiss("corrupt", "the record ends in the header")
             self._verify_header(header, token_bytes)
         while position < end:
             count = os.preadv(self.file, [target[position - end :], excess], position)
             if not count:
-                raise DiskMiss("corrupt", f"it ends after {position} bytes")
+                raise DiskMiss("corrupt", f"the record ends after {position} bytes")
             position += count
         if position > end:
-            raise DiskMiss("corrupt", f"it goes on after {end} bytes")
+            raise DiskMiss("corrupt", f"the record is longer than {end} bytes")
 
     def _verify_header(self, header: bytearray, token_bytes: bytes) -> None:
         *fields, self.kv_checksum, header_checksum = HEADER.unpack_from(header)
         if fields != self.disk.header_fields(self.hash, len(self.tokens)):
             raise DiskMiss(
                 "corrupt" if fields[0] != MAGIC else "foreign",
-                "another version, model, format or content",
+                "the record is of another version, model, format or content",
             )
         if header_checksum != _header_checksum(header):
-            raise DiskMiss("corrupt", "checksum of the header")
+            raise DiskMiss("corrupt", "the checksum of the header differs")
         if header[HEADER.size : HEADER.size + len(token_bytes)] != token_bytes:
-            raise DiskMiss("collision", "other tokens of the same hash")
+            raise DiskMiss("collision", "the record has other tokens with the same hash")
 
     def verify(self, data: memoryview) -> None:
         """Raise DiskMiss unless the checksum of all of KV is right."""

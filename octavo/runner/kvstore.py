@@ -61,7 +61,7 @@ def _allocate(
     except RuntimeError as error:
         gib = num_blocks * block_shape.numel() * dtype.itemsize / 2**30
         raise NotEnoughMemory(
-            f"a KV pool of {num_blocks - 1} blocks takes {gib:.2f} GiB, which {device} cannot "
-            "give: lower num_blocks, max_model_len or gpu_memory_utilization, or compress it "
-            "(kv_cache_dtype int8 or fp8)"
+            f"a KV pool of {num_blocks - 1} blocks needs {gib:.2f} GiB, which cannot be allocated "
+            f"on {device}: lower num_gpu_blocks_override, max_model_len or "
+            "gpu_memory_utilization, or compress KV (kv_cache_dtype int8 or fp8)"
         ) from error

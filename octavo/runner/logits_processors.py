@@ -44,7 +44,8 @@ class MoveDirectionality(Enum):
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """Which sequences have begun. A sequence that ends is not reported: a new one takes its row."""
+    """The sequences that have started. The end of a sequence is not reported: its row is taken by
+    the next one."""
 
     batch_size: int
     removed: Sequence[int]
@@ -67,7 +68,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Learn which sequences have begun since the last call."""
+        """Receive the sequences that have started since the last call."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
@@ -160,7 +161,7 @@ class LogitsPipeline:
         self._tokens: dict[int, tuple[list[int], list[int]]] = {}  # slot -> prompt and output
 
     def add(self, new_slots: list[NewSlot]) -> None:
-        """Learn which sequences begin, or begin again after a preemption."""
+        """Add sequences that start, or that resume after a preemption."""
         for new in new_slots:
             if self.processors or new.params.logits_processors:
                 tokens = new.tokens.tolist()

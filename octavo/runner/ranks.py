@@ -214,7 +214,8 @@ class Ranks:
                 process.kill()
 
     def close(self) -> None:
-        """End all ranks. A closed pipe tells them to write what waits to be written, and to end."""
+        """End all ranks. A rank whose pipe is closed writes the blocks that wait to be saved, and
+        ends."""
         with self._lock:
             self._closing = True
             if not self._reason:

@@ -56,7 +56,7 @@ OPEN_TIMEOUT = DISK_TIMEOUT / 10
 # Seconds to collect disk events when there is nothing else to do. A step for each event would take
 # the interpreter away from the readers.
 EVENT_WAIT = 0.001
-SWEEP_INTERVAL = 60.0  # seconds between two looks for records of other servers
+SWEEP_INTERVAL = 60.0  # seconds between two sweeps for records of other servers
 WRITE_PAUSE = 10.0  # seconds without writing after a write failed
 WARNING_INTERVAL = 60.0  # seconds between two warnings of one kind
 

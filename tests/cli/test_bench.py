@@ -65,7 +65,7 @@ def test_figures_from_a_busy_machine_are_marked(octavo: Octavo, tiny: str) -> No
         in measure_batching.noise([10, 10, 10], [50, 50, 50], [5.0, 5.0, 5.0], 4)[0]
     )
     result = octavo("bench", "batching", tiny, "--repeat", 1, "--max-tokens", 2)
-    assert "not to be trusted: 1 repeats are too few to show the spread" in result.stdout
+    assert "not reliable: 1 repeats are too few to show the spread" in result.stdout
     assert json.loads(result.stdout.splitlines()[-1])["noise"]
 
 

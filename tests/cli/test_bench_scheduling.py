@@ -57,7 +57,7 @@ def test_what_a_mode_is_given(octavo: Octavo, tiny: str) -> None:
     )
     assert (
         result.exit_code == 2
-        and "target_ms has no effect here: it is for batching adaptive" in result.stderr
+        and "target_ms has no effect here: it applies to batching adaptive" in result.stderr
     )
     result = octavo("bench", "batching-modes", tiny, "--max-batch", 1, *few)
     assert result.exit_code == 2 and "max_batch has no effect here" in result.stderr

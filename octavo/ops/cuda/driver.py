@@ -112,7 +112,7 @@ def translate(source: str, options: list[str]) -> tuple[bytes, str]:
     program = c_void_p()
     size = c_size_t()
     if nvrtc.nvrtcCreateProgram(byref(program), source.encode(), b"octavo.cu", 0, None, None):
-        raise CudaError("NVRTC takes no program")
+        raise CudaError("NVRTC cannot create a program")
     try:
         wanted = (c_char_p * len(options))(*(option.encode() for option in options))
         failed = nvrtc.nvrtcCompileProgram(program, len(options), wanted)

@@ -1,4 +1,4 @@
-"""Causal attention over the paged KV_CACHE cache, which is read in place, block by block.
+"""Causal attention over the paged KV cache, which is read in place, block by block.
 
 A task is some tokens of one sequence and one key head; its rows are the query heads of these tokens
 that share the key head. For each CHUNK of keys it computes the scores of all rows, updates the
