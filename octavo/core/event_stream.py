@@ -146,7 +146,8 @@ class EventStream:
         """`about` are further facts for the snapshot, such as the name of the model."""
         self.engine = engine
         self.scheduler = engine.scheduler
-        self.about = about or {}
+        # Readers tell engines, and a new stream of one from a new engine, by their names.
+        self.about = {"engine": os.urandom(6).hex()} | (about or {})
         self.text = text
         self.sinks: list[Sink] = []
         self.numbers = StreamNumbers(0.0)

@@ -46,7 +46,8 @@ export const nameOf = (seq) =>
 
 // Returns the colour of a sequence and its pattern: plain, stripes, dots or crosses.
 export const lookOf = (label) => LOOKS[placeOf(label)];
-const placeOf = (label) => ((label % 24) + 24) % 24;
+// Returns which of the looks a sequence has.
+export const placeOf = (label) => ((label % 24) + 24) % 24;
 
 // Returns the colour of text on a background.
 function inkOn(colour) {

@@ -12,6 +12,46 @@ export function element(tag, className = "", ...content) {
 
 export const setText = (node, text) => node.textContent !== text && (node.textContent = text);
 
+const FOCUSABLE = "button, summary, [tabindex]";
+const AHEAD = 4; // Children that are compared with the one that is wanted next.
+
+// Gives an element these children in this order, and leaves those in place that it has already.
+export function setChildren(parent, nodes) {
+  const wanted = new Set(nodes);
+  let next = parent.firstChild;
+  const removeUntil = (end) => {
+    while (next !== end) {
+      const gone = next;
+      next = next.nextSibling;
+      gone.remove();
+    }
+  };
+  for (const node of nodes) {
+    let found = next;
+    while (found && !wanted.has(found)) found = found.nextSibling;
+    removeUntil(found);
+    for (let i = 0; i < AHEAD && found && found !== node; i += 1) found = found.nextSibling;
+    if (found === node && node.parentNode === parent) {
+      removeUntil(node); // A child before it has moved, and comes back later.
+      next = node.nextSibling;
+    } else parent.insertBefore(node, next);
+  }
+  removeUntil(null);
+}
+
+// Gives an element new children, but keeps those that look the same, and the focus.
+export function updateChildren(parent, nodes) {
+  const before = [...parent.children];
+  const focused = document.activeElement;
+  const place = [...parent.querySelectorAll(FOCUSABLE)].indexOf(focused);
+  setChildren(
+    parent,
+    nodes.map((node, i) => (before[i]?.isEqualNode(node) ? before[i] : node)),
+  );
+  if (place < 0 || parent.contains(focused)) return;
+  [...parent.querySelectorAll(FOCUSABLE)].slice(0, place + 1).at(-1)?.focus({ preventScroll: true });
+}
+
 // ---- colours and canvases -----------------------------------------------------------------------
 
 let style = getComputedStyle(document.documentElement);
@@ -53,17 +93,35 @@ function sizeOf(canvas) {
   return sizes.get(canvas);
 }
 
-// Returns the context of a canvas, scaled and cleared, and its size in CSS pixels.
-export function prepare(canvas) {
+// Returns the context of a canvas, scaled, and its size in CSS pixels. It keeps what was drawn,
+// unless it got another size: then `isEmpty` is true.
+export function surfaceOf(canvas) {
   const ratio = window.devicePixelRatio || 1;
   const [width, height] = sizeOf(canvas);
   const pixels = [Math.round(width * ratio), Math.round(height * ratio)];
-  if (canvas.width !== pixels[0] || canvas.height !== pixels[1])
-    [canvas.width, canvas.height] = pixels;
+  const isEmpty = canvas.width !== pixels[0] || canvas.height !== pixels[1];
+  if (isEmpty) [canvas.width, canvas.height] = pixels;
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  context.clearRect(0, 0, width, height);
-  return { context, width, height };
+  return { context, width, height, isEmpty };
+}
+
+// The same, cleared.
+export function prepare(canvas) {
+  const surface = surfaceOf(canvas);
+  surface.context.clearRect(0, 0, surface.width, surface.height);
+  return surface;
+}
+
+// Returns a function that is true when it is called with other values than before.
+export function changes() {
+  let before = [];
+  return (...values) => {
+    const isSame =
+      values.length === before.length && values.every((value, i) => Object.is(value, before[i]));
+    before = values;
+    return !isSame;
+  };
 }
 
 // ---- numbers ------------------------------------------------------------------------------------

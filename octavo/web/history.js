@@ -4,13 +4,14 @@
 // that the state at any place is found by continuing from the copy before it. Places are indices of
 // lines, counted from the first line that was ever added.
 
-import { apply, cloneState, compareWithEngine, nameFields, stateFrom } from "./state.js";
+import { findLast } from "./spans.js";
+import { apply, cloneState, compareWithEngine, MAX_ENDED, nameFields, stateFrom } from "./state.js";
 
 const KEYFRAME_INTERVAL = 16384; // Lines between two copies of the state.
 const MAX_LINES = 1_200_000; // The older half of the lines is forgotten when there are more.
 
 export class History {
-  // `listener(event, state)` is called with every event in its order, once.
+  // `listener(event, state, index)` is called with every event in its order, once.
   constructor(
     listener = () => {},
     { keyframeInterval = KEYFRAME_INTERVAL, maxLines = MAX_LINES } = {},
@@ -28,6 +29,10 @@ export class History {
     this.checks = [];
     this.origin = 0; // Seconds since 1970 at time 0.
     this.offset = 0; // Microseconds between the first stream and the present one.
+    // What is added to the numbers of the present engine process, so that its requests do not get
+    // the letters of earlier ones; and the largest numbers so far.
+    this.numbering = { names: 0, ids: 0 };
+    this.largest = { names: 0, ids: 0 };
     this.streams = new Set(); // The names of all streams so far.
     this.isRepeated = false; // The lines belong to an earlier stream, and are known already.
   }
@@ -56,12 +61,21 @@ export class History {
 
   #addEvent(line) {
     if (this.offset) shiftTimes(line, this.offset);
+    renumber(line, this.end.about.fields, this.numbering);
+    if (line[0] === "arrived") this.#count(line[4], line[5]);
+    else if (line[0] === "forked") this.#count(line[4], 0);
     if (line[2] !== this.end.step) this.steps.push(this.last + 1);
     this.lines.push(line);
     const event = nameFields(line, this.end.about.fields);
     apply(this.end, event);
-    this.listener(event, this.end);
+    this.listener(event, this.end, this.last);
     if (this.last - this.keyframes.at(-1).index >= this.keyframeInterval) this.#addKeyframe();
+  }
+
+  // Remembers the largest numbers of sequences and of requests.
+  #count(id, name) {
+    this.largest.ids = Math.max(this.largest.ids, id);
+    this.largest.names = Math.max(this.largest.names, name);
   }
 
   #addKeyframe() {
@@ -78,13 +92,16 @@ export class History {
     if (this.isRepeated || (!isNew && number < before.number)) return;
     this.streams.add(about.stream);
     if (isNew) this.offset = Math.round(1e6 * (about.unix_time - this.origin));
-    const state = shiftSnapshot(snapshot, this.offset);
+    const opening = openingOf(before, about, isNew);
+    if (opening === "restarted" && !about.renumbered) this.numbering = { ...this.largest };
+    const state = renumberSnapshot(shiftSnapshot(snapshot, this.offset), this.numbering);
+    for (const { seq, name } of state.sequences) this.#count(seq, name);
     const line = [
       kind,
       number,
       step,
       time + this.offset,
-      { ...about, unix_time: this.origin },
+      { ...about, unix_time: this.origin, renumbered: true },
       state,
     ];
     if (!isNew && before.number === number) {
@@ -93,18 +110,12 @@ export class History {
       return;
     }
     this.end = stateFrom(about, state, number, step, line[3]);
-    const opening = before ? (isNew ? "restarted" : "gap") : "opened";
-    if (before) continueFrom(before, this.end, isNew);
-    this.lines.push([
-      opening,
-      number,
-      step,
-      line[3],
-      before && !isNew ? number - before.number : 0,
-    ]);
+    if (before) continueFrom(before, this.end, opening === "restarted");
+    const missed = ["gap", "reopened"].includes(opening) ? number - before.number : 0;
+    this.lines.push([opening, number, step, line[3], missed]);
     this.steps.push(this.last);
     this.snapshots.push({ index: this.last, line });
-    this.listener({ kind: opening, number, step, time: line[3] }, this.end);
+    this.listener({ kind: opening, number, step, time: line[3] }, this.end, this.last);
     this.#addKeyframe();
   }
 
@@ -191,7 +202,7 @@ export class History {
     const parts = [];
     this.lines.forEach((line, i) => {
       const snapshot = snapshots.get(this.first + i);
-      const isEvent = !["opened", "restarted", "gap"].includes(line[0]) && i > 0;
+      const isEvent = !OPENINGS.includes(line[0]) && i > 0;
       if (isEvent) parts.push(JSON.stringify(line));
       if (snapshot && (!isEvent || i === 0)) parts.push(JSON.stringify(snapshot));
     });
@@ -199,17 +210,14 @@ export class History {
   }
 }
 
-// Returns the index of the last entry for which `holds` is true. It must be true up to some entry
-// and false after it.
-function findLast(list, holds) {
-  let low = -1;
-  let high = list.length - 1;
-  while (low < high) {
-    const middle = Math.ceil((low + high) / 2);
-    if (holds(list[middle])) low = middle;
-    else high = middle - 1;
-  }
-  return low;
+// What a snapshot does to the page: it is the first one, or of another engine process, or of the
+// same one after no page was open for a while, or after lines were skipped.
+const OPENINGS = ["opened", "restarted", "reopened", "gap"];
+
+function openingOf(before, about, isNew) {
+  if (!before) return "opened";
+  if (!isNew) return "gap";
+  return about.engine && about.engine === before.about.engine ? "reopened" : "restarted";
 }
 
 // Keeps what a snapshot does not have: requests that have ended, and texts.
@@ -217,38 +225,76 @@ function continueFrom(before, state, isNewEngine) {
   state.ended = before.ended;
   for (const name of ["finished", "failed", "refused", "evictions", "drafted", "accepted"])
     state.counters[name] = before.counters[name];
-  if (isNewEngine) {
-    state.counters.failed += before.sequences.size;
-    const fate = {
-      state: "failed",
-      reason: "lost",
-      error: "the engine process ended",
+  const fate = isNewEngine
+    ? { state: "failed", reason: "lost", error: "the engine process ended" }
+    : { state: "ended", reason: "unseen", error: "" };
+  const gone = [...before.sequences.values()].filter((seq) => !state.sequences.has(seq.id));
+  if (isNewEngine) state.counters.failed += gone.length;
+  state.ended = [
+    ...before.ended,
+    ...gone.map((seq) => ({
+      ...seq,
+      ...fate,
       ended: state.time,
       step: before.step,
       table: [],
-    };
-    state.ended = [
-      ...before.ended,
-      ...[...before.sequences.values()].map((seq) => ({
-        ...seq,
-        ...fate,
-        blocks: seq.table.length,
-      })),
-    ];
-    return;
-  }
+      blocks: seq.table.length,
+    })),
+  ].slice(-MAX_ENDED);
   for (const [id, seq] of state.sequences) {
     const { text, reply, admitted, preempted } = before.sequences.get(id) ?? {};
     if (text !== undefined) Object.assign(seq, { text, reply, admitted, preempted });
   }
 }
 
+// Fields of events with the id of a sequence, with ids, and with lists that begin with an id.
+const ID = new Set(["seq", "parent", "beneficiary", "waits_for"]);
+const IDS = new Set(["decode", "untried"]);
+const LISTS = new Set(["chunks", "beams", "text"]);
+
+// Adds to the numbers of sequences, and to those from which requests are named. No sequence has
+// the number 0.
+export function renumber(line, fields, { names, ids }) {
+  if (!names && !ids) return;
+  const move = (id) => (id ? id + ids : id);
+  (fields[line[0]] ?? []).forEach((field, i) => {
+    const value = line[i + 4];
+    if (field === "name") line[i + 4] = value + names;
+    else if (ID.has(field)) line[i + 4] = move(value);
+    else if (!Array.isArray(value)) return;
+    else if (IDS.has(field)) line[i + 4] = value.map(move);
+    else if (LISTS.has(field)) line[i + 4] = value.map(([id, ...rest]) => [move(id), ...rest]);
+  });
+}
+
+function renumberSnapshot(snapshot, { names, ids }) {
+  if (!names && !ids) return snapshot;
+  const move = (id) => (id ? id + ids : id);
+  return {
+    ...snapshot,
+    sequences: snapshot.sequences.map((seq) => ({
+      ...seq,
+      seq: move(seq.seq),
+      name: seq.name + names,
+      waits: seq.waits && seq.waits.map((value, i) => (i === 0 || i === 3 ? move(value) : value)),
+    })),
+    in_flight: snapshot.in_flight.map((plan) => ({
+      ...plan,
+      items: plan.items.map(([id, ...rest]) => [move(id), ...rest]),
+    })),
+  };
+}
+
 // Adds `offset` to the number from which each request is named, in events and in snapshots.
 export function renameRequests(lines, offset) {
-  for (const line of lines) {
-    if (line[0] === "arrived") line[5] += offset;
-    else if (line[0] === "snapshot") for (const seq of line[5].sequences) seq.name += offset;
-  }
+  const numbering = { names: offset, ids: 0 };
+  let fields = {};
+  lines.forEach((line, i) => {
+    if (line[0] === "snapshot") {
+      fields = line[4].fields;
+      lines[i] = [...line.slice(0, 5), renumberSnapshot(line[5], numbering)];
+    } else renumber(line, fields, numbering);
+  });
 }
 
 const later = (time, offset) => (time === null || time === undefined ? time : time + offset);

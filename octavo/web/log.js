@@ -2,14 +2,15 @@
 // the moment after the event.
 
 import { chip } from "./colours.js";
-import { byId, count, element } from "./draw.js";
+import { byId, changes, count, element, setChildren } from "./draw.js";
 import { GROUPS, KINDS, describe } from "./words.js";
 
 const LINES = 250;
 const SEARCHED = 20000; // Events that are listed, and that are searched for them.
 const list = byId("log");
 const shownGroups = new Set(["requests", "server"]);
-let drawn = ""; // What the list shows now.
+const isOther = changes();
+let items = new Map(); // Index of a line -> { item, label, names }: what the list shows now.
 let go = () => {};
 
 export function onLog(listener) {
@@ -23,7 +24,6 @@ for (const group of GROUPS) {
   button.addEventListener("click", () => {
     if (!shownGroups.delete(group)) shownGroups.add(group);
     button.ariaPressed = String(shownGroups.has(group));
-    drawn = "";
     go(null);
   });
   byId("filters").append(button);
@@ -32,10 +32,10 @@ for (const group of GROUPS) {
 // `only` is the sequence to which the list is limited, or 0.
 export function drawLog(history, index, names, only = 0) {
   if (byId("events").hidden || !history.end) return;
-  const key = `${index} ${[...shownGroups]} ${only}`;
-  if (key === drawn) return;
-  drawn = key;
+  if (!isOther(names, index, `${[...shownGroups]}`, only)) return;
   const found = [];
+  const before = items;
+  items = new Map();
   for (
     let at = index;
     at >= Math.max(history.first, index - SEARCHED) && found.length < LINES;
@@ -45,11 +45,16 @@ export function drawLog(history, index, names, only = 0) {
     if (!shownGroups.has(group)) continue;
     const event = history.event(at);
     if (only && event.seq !== only) continue;
-    found.push(line(event, at, names));
+    const seq = names.at(event.seq, index);
+    const known = before.get(at);
+    const isKnown = known?.names === names && known.label === seq?.label;
+    const item = isKnown ? known.item : line(event, at, seq, names);
+    items.set(at, { item, label: seq?.label, names });
+    found.push(item);
   }
   if (!found.length)
     found.push(element("li", "none", emptyWords(only, index - SEARCHED <= history.first)));
-  list.replaceChildren(...found);
+  setChildren(list, found);
 }
 
 function emptyWords(only, isSearchedWhole) {
@@ -59,9 +64,8 @@ function emptyWords(only, isSearchedWhole) {
   return `${where}, there is no event${whose} of this kind: ${[...shownGroups].join(", ")}.`;
 }
 
-function line(event, index, names) {
+function line(event, index, seq, names) {
   const [group, word] = KINDS[event.kind];
-  const seq = names.of(event.seq);
   const item = element("li", `g-${group} k-${event.kind}`);
   const number = element("span", "number", count(event.number));
   const step = element("span", "step", `step ${count(event.step)}`);

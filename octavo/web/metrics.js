@@ -1,8 +1,20 @@
 // The row of metrics. All of them are derived from events before the chosen moment, so that they
 // can be replayed.
 
-import { byId, colour, count, duration, element, few, onTheme, prepare, setText } from "./draw.js";
-import { lastLanded, percentile } from "./spans.js";
+import {
+  byId,
+  changes,
+  colour,
+  count,
+  duration,
+  element,
+  few,
+  onTheme,
+  prepare,
+  setText,
+  surfaceOf,
+} from "./draw.js";
+import { findLast, lastLanded, percentile, stepUpTo } from "./spans.js";
 import { countBlocks, countStates } from "./state.js";
 
 const WINDOW = 30; // Seconds that percentiles look back.
@@ -27,12 +39,12 @@ const TILES = [
   ],
   [
     "Time to first token",
-    ({ spans, now }) => percentiles(spans.ttft.before(now, WINDOW)),
+    (page) => percentiles(page.spans.ttft.before(page, WINDOW)),
     (now) => now.ttft,
   ],
   [
     "Inter-token latency",
-    ({ spans, now }) => percentiles(spans.itl.before(now, WINDOW)),
+    (page) => percentiles(page.spans.itl.before(page, WINDOW)),
     (now) => now.itl,
   ],
   [
@@ -110,11 +122,11 @@ const deviceTime = (step) =>
   step.device || (step.times ? step.landed - Math.max(step.times.planned, step.start) : 0);
 const span = (steps) => (steps.length ? (steps[0].landed - steps.at(-1).start) / 1e6 : 0);
 
-// Returns the steps of the last seconds before a time, newest first.
-function stepsBefore(steps, now, seconds) {
+// Returns the steps of the last seconds before the cursor, newest first.
+function stepsBefore({ spans: { steps }, index, now }, seconds) {
   const found = [];
-  for (let i = lastLanded(steps, now); i >= 0 && steps[i].landed > now - 1e6 * seconds; i -= 1)
-    found.push(steps[i]);
+  for (let i = lastLanded(steps, index); i >= 0 && steps[i].landed > now - 1e6 * seconds; i -= 1)
+    found.push(stepUpTo(steps[i], index));
   return found;
 }
 
@@ -128,17 +140,19 @@ const tiles = TILES.map(([title, measure, chart, isShown]) => {
   byId("tiles").append(box);
   return { box, output, words, line, measure, chart, isShown, points: [] };
 });
+const isOtherChart = changes();
 onTheme(() => tiles.forEach(drawChart));
 
-export function drawMetrics(state, spans, now) {
+export function drawMetrics({ state, spans, now, index }) {
   const blocks = countBlocks(state);
-  const recent = stepsBefore(spans.steps, now, 3);
-  const last = spans.totals.findLastIndex((each) => each.time <= now);
+  const recent = stepsBefore({ spans, index, now }, 3);
+  const last = findLast(spans.totals, (each) => each.at <= index);
   const totals = spans.totals.slice(Math.max(0, last - POINTS), last + 1);
+  const isNew = isOtherChart(totals.length, totals[0], totals.at(-1));
   for (const tile of tiles) {
     if (tile.isShown) tile.box.hidden = !tile.isShown(state);
     if (tile.box.hidden) continue;
-    const { value, words } = tile.measure({ state, spans, now, blocks, recent });
+    const { value, words } = tile.measure({ state, spans, now, index, blocks, recent });
     setText(tile.words, words);
     const text = value ? value.join(" ") : "–";
     if (tile.output.dataset.text !== text) {
@@ -148,6 +162,7 @@ export function drawMetrics(state, spans, now) {
         element("small", "", value ? value[1] : ""),
       );
     }
+    if (!isNew && !surfaceOf(tile.line).isEmpty) continue;
     tile.points = totals.slice(1).map((each, i) => tile.chart(each, totals[i]));
     drawChart(tile);
   }

@@ -20,10 +20,10 @@ import { bindTransport, drawTransport } from "./transport.js";
 import { drawLegend, drawWall, flash, isFlashing, onWall, resetWall } from "./wall.js";
 import { bindWhatIf } from "./whatif.js";
 import { drawWhy, onWhy } from "./why.js";
-import { describe, Names } from "./words.js";
+import { Names } from "./words.js";
 
 const isNarrow = matchMedia("(max-width: 760px)");
-const CALM_MS = 120; // Tables and numbers change at most this often.
+const CALM_MS = 120; // Tables and numbers change at most this often while the page moves.
 
 export const page = {
   history: null,
@@ -34,7 +34,6 @@ export const page = {
   now: 0, // The time at the cursor, in microseconds.
   follows: true, // The cursor is the latest event.
   isReplay: false,
-  hidesFuture: true, // The timeline ends at the cursor.
   selection: { kind: "none" },
   hovered: 0,
 
@@ -44,9 +43,9 @@ export const page = {
     this.selection = { kind: "none" };
     this.spans = new Spans();
     this.names = new Names();
-    this.history = new History((event, state) => {
-      this.spans.add(event, state);
-      this.names.add(event, state);
+    this.history = new History((event, state, index) => {
+      this.spans.add(event, state, index);
+      this.names.add(event, state, index);
       if (this.follows) flash(event);
     });
     this.state = null;
@@ -59,8 +58,9 @@ export const page = {
     redraw();
   },
 
-  // Moves the cursor behind the line with this index.
-  moveTo(index, follows = false) {
+  // Moves the cursor behind the line with this index. All panels show it at once, unless the page
+  // goes on moving.
+  moveTo(index, follows = false, isMoving = follows) {
     if (!this.history.end) return;
     const target = Math.max(this.history.first, Math.min(index, this.history.last));
     const from = { index: this.index, state: this.state };
@@ -75,7 +75,7 @@ export const page = {
     this.follows = follows;
     this.now = this.history.line(target)[3];
     if (follows && !this.isReplay) timeline.followNow();
-    redraw(!follows);
+    redraw(!isMoving);
   },
 
   // Moves the cursor by steps. It then stands at the end of a step.
@@ -158,6 +158,7 @@ for (const [name, words] of [
   ["cached", "cached"],
   ["prefill", "prefill"],
   ["decode", "decode"],
+  ["budget", "token budget"],
   ["rejected", "rejected draft"],
   ["alarm", "preempted"],
   ["tier", "swapped"],
@@ -166,20 +167,45 @@ for (const [name, words] of [
 
 // ---- drawing ------------------------------------------------------------------------------------
 
-let isDirty = false;
+// Tables and numbers change less often than pictures. Each of these parts is drawn in a frame of
+// its own, so that no frame is long. All of them are drawn at once if the page stands still.
+const PARTS = [
+  (page) => drawTransport(page),
+  ({ state }, marks) => drawRequests(state, marks),
+  (page) => {
+    const { state } = page;
+    const blocks = drawMetrics(page);
+    drawLegend(state, blocks);
+    drawFooter(blocks);
+  },
+  ({ history, index, names }, marks) => drawLog(history, index, names, marks.selected),
+  () => drawWhy(page),
+  ({ state, history }) => {
+    followMine(state);
+    followSettings(history.end);
+    byId("timeline-legend").classList.toggle("no-drafts", !state.counters.drafted);
+    drawHead();
+  },
+].map((draw) => ({ draw, isDue: false, drawnAt: 0 }));
+
+let isAsked = false; // A frame is asked for.
 let isUrgent = false;
-let calmAt = 0;
 
 export function redraw(urgent = false) {
   isUrgent ||= urgent;
-  if (isDirty) return;
-  isDirty = true;
+  for (const part of PARTS) part.isDue = true;
+  askForFrame();
+}
+
+function askForFrame() {
+  if (isAsked) return;
+  isAsked = true;
   requestAnimationFrame(draw);
 }
 
 function draw(time) {
-  isDirty = false;
-  const { state, spans, history, names } = page;
+  isAsked = false;
+  const { state, spans, names } = page;
   if (!state) return;
   const marks = {
     selected: page.selection.kind === "sequence" ? page.selection.id : 0,
@@ -188,23 +214,21 @@ function draw(time) {
     isMine,
   };
   drawWall(state, marks, names);
-  timeline.draw(spans, page.now, marks, page);
-  drawTransport(page);
-  if (isUrgent || time - calmAt > CALM_MS) {
-    isUrgent = false;
-    calmAt = time;
-    drawRequests(state, marks);
-    const blocks = drawMetrics(state, spans, page.now);
-    drawLegend(state, blocks);
-    drawFooter(blocks);
-    drawLog(history, page.index, names, marks.selected);
-    drawWhy(page);
-    followMine(state);
-    followSettings(history.end);
-    byId("timeline-legend").classList.toggle("no-drafts", !state.counters.drafted);
-    drawHead();
-  } else redraw();
-  if (isFlashing()) redraw();
+  timeline.draw(spans, page, marks);
+  drawParts(marks, time);
+  if (isFlashing() || PARTS.some((part) => part.isDue)) askForFrame();
+}
+
+function drawParts(marks, time) {
+  const waiting = PARTS.filter((part) => part.isDue);
+  const late = waiting.filter((part) => time - part.drawnAt > CALM_MS);
+  const next = late.sort((a, b) => a.drawnAt - b.drawnAt).slice(0, 1);
+  for (const part of isUrgent ? waiting : next) {
+    part.draw(page, marks);
+    part.isDue = false;
+    part.drawnAt = time;
+  }
+  isUrgent = false;
 }
 
 function drawFooter({ used, cached, free, total }) {
@@ -297,16 +321,21 @@ export function followLink() {
 }
 addEventListener("hashchange", followLink);
 
-onRequests({ select: selectSequence, hover });
+onRequests({ select: selectSequence, hover, redraw: () => redraw(true) });
 onWall({
   select: (block) => page.select({ kind: "block", block }),
   hover,
   redraw: () => redraw(true),
 });
-onWhy({ go: (index) => page.moveTo(index), select: selectSequence });
+onWhy({
+  go: (index) => page.moveTo(index),
+  select: selectSequence,
+  selectBlock: (block) => page.select({ kind: "block", block }),
+  redraw: () => redraw(true),
+});
 onLog((index) => (index === null ? redraw(true) : page.moveTo(index)));
 onTheme(() => redraw(true));
-bindTransport(page, { openTab, showLink, describe });
+bindTransport(page, { showLink, redraw: () => redraw(true) });
 new ResizeObserver(() => redraw(true)).observe(document.querySelector("main"));
 bindWhatIf(page);
 readColours();

@@ -1,21 +1,26 @@
 // The table of requests: live ones in the order of arrival, then the latest that have ended.
 
 import { chip, nameOf } from "./colours.js";
-import { byId, count, element, plural, setText, short, spell } from "./draw.js";
+import { byId, count, element, plural, setChildren, setText, short, spell } from "./draw.js";
 import { blockerOf, countStates, wordsOfReason } from "./state.js";
 import { FINISH_REASONS } from "./words.js";
 
 const SHOWN_LIVE = 120;
 const SHOWN_ENDED = 60;
+const LONG = 40; // Of a table with more rows, only those in sight are made.
+const MARGIN = 8; // Rows around those in sight.
+const USUAL_HEIGHT = 24; // Of a row that was not seen yet, in pixels.
 const isNarrow = matchMedia("(max-width: 760px)");
 const isMedium = matchMedia("(max-width: 1180px)");
 const body = byId("rows");
-const rows = new Map(); // key -> row
+let rows = new Map(); // key -> row
+let heights = new Map(); // key -> the height of its row when it was seen last
 let select = () => {};
 let hover = () => {};
+let redraw = () => {};
 
 export function onRequests(listeners) {
-  ({ select, hover } = listeners);
+  ({ select, hover, redraw } = listeners);
 }
 
 const keyOf = (seq) => (seq.id ? `${seq.id}` : `refused ${seq.request} ${seq.step}`);
@@ -85,9 +90,9 @@ function wordsOf(seq, state) {
 
 const tail = (text, length) => (text.length > length ? `…${text.slice(-length)}` : text);
 
-function fill(row, seq, state, marks) {
+function fill(row, state, marks) {
+  const { seq } = row;
   const [word, why] = wordsOf(seq, state);
-  row.seq = seq;
   const look = `${seq.label} ${nameOf(seq)} ${seq.request}`;
   if (row.look !== look) {
     row.look = look;
@@ -183,25 +188,63 @@ export function drawRequests(state, marks) {
   marks.columns = isNarrow.matches
     ? 3
     : 4 + (isMedium.matches ? 0 : 1 + hasTenants) + hasPriorities;
-  const here = new Set();
-  const before = new Set(rows.keys());
-  shown.forEach((seq, place) => {
-    const key = keyOf(seq);
-    here.add(key);
-    let row = rows.get(key);
-    if (!row) rows.set(key, (row = newRow(key)));
-    fill(row, seq, state, marks);
-    if (body.children[place] !== row.tr) body.insertBefore(row.tr, body.children[place] ?? null);
-  });
-  for (const key of before) {
-    if (!here.has(key)) {
-      rows.get(key).tr.remove();
-      rows.delete(key);
-    }
-  }
+  const [first, last] = findInSight(shown);
+  for (const row of placeRows(shown, first, last)) fill(row, state, marks);
+  byId("requests").ariaRowCount = String(shown.length + 1);
   byId("no-requests").hidden = shown.length > 0;
   drawCounts(state, live);
 }
+
+// Returns the places of the first and the last request that need a row now. Of a long table, these
+// are the ones in sight and a few around them: the browser lays out and paints all rows there are.
+function findInSight(shown) {
+  if (shown.length <= LONG) return [0, shown.length - 1];
+  for (const [key, { tr }] of rows) heights.set(key, tr.offsetHeight || USUAL_HEIGHT);
+  const { scrollTop, clientHeight } = byId("requests-box");
+  let top = 0;
+  let [first, last] = [0, shown.length - 1];
+  shown.forEach((seq, place) => {
+    if (top < scrollTop) first = place;
+    if (top < scrollTop + clientHeight) last = place;
+    top += heightOf(seq);
+  });
+  return [Math.max(0, first - MARGIN), Math.min(shown.length - 1, last + MARGIN)];
+}
+
+const heightOf = (seq) => heights.get(keyOf(seq)) ?? USUAL_HEIGHT;
+
+// Gives these requests their rows, in this order, and leaves room for the others. Returns the rows.
+function placeRows(shown, first, last) {
+  const placed = shown.slice(first, last + 1).map((seq, i) => {
+    const key = keyOf(seq);
+    const row = rows.get(key) ?? newRow(key);
+    row.seq = seq;
+    row.tr.ariaRowIndex = String(first + i + 2);
+    return row;
+  });
+  rows = new Map(placed.map((row) => [row.key, row]));
+  setChildren(
+    body,
+    placed.map(({ tr }) => tr),
+  );
+  const isLong = shown.length > LONG;
+  const tall = (sequences) => sequences.reduce((all, seq) => all + heightOf(seq), 0);
+  const above = isLong ? tall(shown.slice(0, first)) : 0;
+  const below = isLong ? tall(shown.slice(last + 1)) : 0;
+  leaveRoom(byId("rows-above"), above);
+  leaveRoom(byId("rows-below"), below);
+  if (!isLong) heights = new Map();
+  else if (heights.size > 4 * shown.length)
+    heights = new Map(shown.map((seq) => [keyOf(seq), heightOf(seq)]));
+  return placed;
+}
+
+function leaveRoom(part, height) {
+  part.hidden = !height;
+  part.querySelector("td").style.height = `${height}px`;
+}
+
+byId("requests-box").addEventListener("scroll", () => heights.size && redraw(), { passive: true });
 
 const counts = Object.fromEntries(
   ["decode", "prefill", "waiting", "done", "failed", "refused"].map((name) => {

@@ -1,44 +1,51 @@
 // What requests and steps did over time, for the timeline and the percentiles. It is built from the
 // same events as the state, and grows with them. Times are in microseconds.
+//
+// The views show one moment, the cursor. What follows it may be known already, because the page
+// stands still or shows a recording. Therefore everything here says with which line of the history
+// it became known (`at`), and laneUpTo, stepUpTo, lastLanded and Samples.before leave out what is
+// later. Times cannot tell: several events may have the same one.
 
 import { countBlocks } from "./state.js";
 
-const FIRST_INTERVAL = 2e5;
-const MAX_TOTALS = 1000; // The interval doubles when there are too many totals.
+const INTERVAL = 2e5; // Between two totals.
+const MAX_TOTALS = 40_000; // The older half is forgotten when there are more.
 
-// Values and when they were measured, in the order of time. Arrays of numbers hold millions of
-// them.
+// Values, and when and with which line they were measured, in this order. Arrays of numbers hold
+// millions of them.
 class Samples {
   constructor() {
+    this.places = new Uint32Array(1024);
     this.times = new Float64Array(1024);
     this.values = new Float32Array(1024);
     this.length = 0;
   }
 
-  add(time, value) {
+  add(at, time, value) {
     if (this.length === this.times.length) {
-      for (const name of ["times", "values"]) {
+      for (const name of ["places", "times", "values"]) {
         const larger = new this[name].constructor(2 * this.length);
         larger.set(this[name]);
         this[name] = larger;
       }
     }
+    this.places[this.length] = at;
     this.times[this.length] = time;
     this.values[this.length] = value;
     this.length += 1;
   }
 
-  // Returns the values of the last `seconds` before a time, at most the latest 20,000, sorted.
-  before(time, seconds) {
+  // Returns the values of the last `seconds` before the cursor, at most the latest 20,000, sorted.
+  before({ index, now }, seconds) {
     let low = 0;
     let high = this.length;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (this.times[middle] <= time) low = middle + 1;
+      if (this.places[middle] <= index) low = middle + 1;
       else high = middle;
     }
     let first = low;
-    while (first > 0 && low - first < 20000 && this.times[first - 1] > time - 1e6 * seconds)
+    while (first > 0 && low - first < 20000 && this.times[first - 1] > now - 1e6 * seconds)
       first -= 1;
     return this.values.slice(first, low).sort();
   }
@@ -50,7 +57,11 @@ class Samples {
 //   prefill    one chunk: tokens, step
 //   decode     consecutive steps that sample: places of the first and the last step
 class Lane {
-  constructor(seq, time) {
+  constructor(seq, time, at) {
+    this.at = at;
+    this.endAt = Infinity; // The line with which it ended.
+    this.changedAt = at; // The last line that changed it.
+    this.labelledAt = seq.label < 0 ? Infinity : at;
     this.id = seq.id;
     this.label = seq.label;
     this.name = seq.name;
@@ -62,20 +73,62 @@ class Lane {
     this.spans = [];
     this.marks = []; // { kind, time, ... }: admissions with cached tokens, preemptions.
     this.lastToken = null;
-    this.begin("waiting", this.arrival);
+    this.begin("waiting", at, this.arrival);
   }
 
-  begin(kind, time, fields = {}) {
-    const last = this.spans.at(-1);
-    if (last && last.end === Infinity) last.end = time;
-    this.spans.push({ kind, start: time, end: Infinity, ...fields });
+  begin(kind, at, time, fields = {}) {
+    this.close(at, time);
+    this.spans.push({ kind, at, start: time, end: Infinity, endAt: Infinity, ...fields });
   }
 
-  close(time) {
+  close(at, time) {
+    this.changedAt = at;
     const last = this.spans.at(-1);
-    if (last?.end === Infinity) last.end = time;
+    if (last?.end === Infinity) Object.assign(last, { end: time, endAt: at });
+  }
+
+  finish(at, time, reason) {
+    this.close(at, time);
+    Object.assign(this, { end: time, endAt: at, reason });
   }
 }
+
+// Returns a lane as it was known after the line with this index.
+export function laneUpTo(lane, index, { steps }) {
+  if (lane.changedAt <= index) return lane;
+  const hasEnded = lane.endAt <= index;
+  const isKnown = ({ at }) => at <= index;
+  return {
+    ...lane,
+    label: lane.labelledAt <= index ? lane.label : -1,
+    end: hasEnded ? lane.end : Infinity,
+    endAt: hasEnded ? lane.endAt : Infinity,
+    reason: hasEnded ? lane.reason : "",
+    spans: lane.spans.filter(isKnown).map((span) => spanUpTo(span, index, steps)),
+    marks: lane.marks
+      .filter(isKnown)
+      .map((mark) => (mark.loads ? { ...mark, loads: mark.loads.filter((at) => at <= index) } : mark)),
+  };
+}
+
+function spanUpTo(span, index, steps) {
+  const found = { ...span };
+  if (span.kind === "decode" && span.last >= span.first) {
+    found.last = Math.min(span.last, lastLanded(steps, index));
+    found.end = steps[found.last].landed;
+    found.drafts = span.drafts.slice(0, found.last - span.first + 1);
+  } else if (span.endAt > index) Object.assign(found, { end: Infinity, endAt: Infinity });
+  if (span.whys) found.whys = span.whys.filter(({ at }) => at <= index);
+  if (span.swappedAt > index) Object.assign(found, { kind: "preempted", swappedAt: undefined });
+  return found;
+}
+
+// Returns a step that has landed as it was known after the line with this index: its times come
+// when it is committed.
+export const stepUpTo = (step, index) =>
+  step.committedAt > index
+    ? { ...step, ...step.uncommitted, times: undefined, device: undefined, isOnHost: undefined }
+    : step;
 
 export class Spans {
   constructor() {
@@ -88,27 +141,27 @@ export class Spans {
     this.ttft = new Samples(); // Times to first token.
     this.itl = new Samples(); // Times between tokens.
     this.totals = []; // What the engine held and had done at regular times: { time, ... }.
-    this.interval = FIRST_INTERVAL;
     // The sum and the number of the values since the last totals.
     this.recent = { ttft: [0, 0], itl: [0, 0] };
   }
 
-  add(event, state) {
-    handlers[event.kind]?.(this, event, state);
+  // Adds an event, whose line has the index `at`.
+  add(event, state, at) {
+    handlers[event.kind]?.(this, event, state, at);
     if (
       event.kind === "committed" &&
-      event.time - (this.totals.at(-1)?.time ?? -Infinity) >= this.interval
+      event.time - (this.totals.at(-1)?.time ?? -Infinity) >= INTERVAL
     )
-      this.#addTotals(event.time, state);
+      this.#addTotals(at, event.time, state);
   }
 
-  addSample(name, time, value) {
-    this[name].add(time, value);
+  addSample(name, at, time, value) {
+    this[name].add(at, time, value);
     this.recent[name][0] += value;
     this.recent[name][1] += 1;
   }
 
-  #addTotals(time, state) {
+  #addTotals(at, time, state) {
     const { used } = countBlocks(state);
     const running = state.plan?.items.length ?? 0;
     const [ttft, itl] = ["ttft", "itl"].map((name) =>
@@ -116,18 +169,16 @@ export class Spans {
         ? this.recent[name][0] / this.recent[name][1]
         : (this.totals.at(-1)?.[name] ?? 0),
     );
-    this.totals.push({ ...state.counters, time, used, running, plans: state.step, ttft, itl });
+    this.totals.push({ ...state.counters, at, time, used, running, plans: state.step, ttft, itl });
     this.recent = { ttft: [0, 0], itl: [0, 0] };
-    if (this.totals.length <= MAX_TOTALS) return;
-    this.totals = this.totals.filter((_, i) => i % 2 === 0);
-    this.interval *= 2;
+    if (this.totals.length > MAX_TOTALS) this.totals.splice(0, MAX_TOTALS / 2);
   }
 
-  laneOf(id, state) {
+  laneOf(id, state, at) {
     let lane = this.lanes.get(id);
     const seq = state.sequences.get(id);
     if (!lane && seq) {
-      lane = new Lane(seq, state.time);
+      lane = new Lane(seq, state.time, at);
       this.lanes.set(id, lane);
       this.allLanes.push(lane);
     }
@@ -135,13 +186,23 @@ export class Spans {
   }
 }
 
-function addLanes(spans, state) {
-  spans.lanes.clear();
+// Begins anew with the state of a snapshot. Lanes of sequences that are gone end for a reason.
+function addLanes(spans, state, at, reason = "unseen") {
+  spans.plans.clear();
+  for (const [id, lane] of spans.lanes) {
+    if (state.sequences.has(id)) continue;
+    lane.finish(at, state.time, reason);
+    spans.lanes.delete(id);
+  }
   for (const seq of state.sequences.values()) {
-    const lane = spans.laneOf(seq.id, state);
+    const lane = spans.laneOf(seq.id, state, at);
     lane.lastToken = seq.first_token;
-    if (seq.state !== "waiting") {
-      lane.begin("decode", state.time, {
+    if (seq.label >= 0 && lane.label < 0) Object.assign(lane, { label: seq.label, labelledAt: at });
+    if (seq.state === "waiting") {
+      const isOpen = lane.spans.at(-1).end === Infinity;
+      if (!isOpen) lane.begin(seq.preemptions ? "preempted" : "waiting", at, state.time);
+    } else {
+      lane.begin("decode", at, state.time, {
         first: spans.steps.length,
         last: spans.steps.length - 1,
         tokens: 0,
@@ -152,37 +213,35 @@ function addLanes(spans, state) {
 }
 
 const handlers = {
-  opened: (spans, event, state) => addLanes(spans, state),
-  gap: (spans, event, state) => addLanes(spans, state),
-  restarted(spans, event, state) {
-    for (const lane of spans.lanes.values()) {
-      lane.close(event.time);
-      lane.end = event.time;
-      lane.reason = "lost";
-    }
-    spans.plans.clear();
-    addLanes(spans, state);
-  },
-  arrived: (spans, event, state) => spans.laneOf(event.seq, state),
-  forked: (spans, event, state) => spans.laneOf(event.seq, state),
-  waiting(spans, event, state) {
-    const lane = spans.laneOf(event.seq, state);
+  opened: (spans, event, state, at) => addLanes(spans, state, at),
+  gap: (spans, event, state, at) => addLanes(spans, state, at),
+  reopened: (spans, event, state, at) => addLanes(spans, state, at),
+  restarted: (spans, event, state, at) => addLanes(spans, state, at, "lost"),
+  arrived: (spans, event, state, at) => spans.laneOf(event.seq, state, at),
+  forked: (spans, event, state, at) => spans.laneOf(event.seq, state, at),
+  waiting(spans, event, state, at) {
+    const lane = spans.laneOf(event.seq, state, at);
     const span = lane?.spans.at(-1);
-    if (span && span.end === Infinity) span.why = event.reason;
+    if (!span || span.end !== Infinity) return;
+    lane.changedAt = at;
+    (span.whys ??= []).push({ at, reason: event.reason });
   },
-  admitted(spans, event, state) {
-    const lane = spans.laneOf(event.seq, state);
+  admitted(spans, event, state, at) {
+    const lane = spans.laneOf(event.seq, state, at);
+    if (lane.labelledAt === Infinity) lane.labelledAt = at;
     lane.label = event.label;
-    lane.close(event.time);
+    lane.close(at, event.time);
     lane.marks.push({
       kind: "admitted",
+      at,
+      loads: [], // The lines with which blocks of it came from host memory.
       time: event.time,
       cached: event.cached,
       recomputed: event.recomputed,
       step: event.step,
     });
   },
-  loaded(spans, event, state) {
+  loaded(spans, event, state, at) {
     // A preempted sequence that is admitted with blocks from a lower tier was swapped.
     if (event.tier !== "host") return;
     for (const seq of state.sequences.values()) {
@@ -191,34 +250,36 @@ const handlers = {
       const waited = lane?.spans.findLast(
         (span) => span.kind === "preempted" || span.kind === "swapped",
       );
-      if (waited && waited.end === seq.admitted.time) waited.kind = "swapped";
-      const mark = lane?.marks.at(-1);
-      if (mark) mark.loaded = (mark.loaded ?? 0) + 1;
+      if (waited && waited.end === seq.admitted.time && waited.kind === "preempted")
+        Object.assign(waited, { kind: "swapped", swappedAt: at });
+      lane?.marks.at(-1)?.loads?.push(at);
+      if (lane) lane.changedAt = at;
     }
   },
-  preempted(spans, event, state) {
-    const lane = spans.laneOf(event.seq, state);
+  preempted(spans, event, state, at) {
+    const lane = spans.laneOf(event.seq, state, at);
     spans.preemptions.push(spans.steps.length + spans.plans.size);
-    lane.begin("preempted", event.time, {
-      why: event.reason,
+    lane.begin("preempted", at, event.time, {
+      whys: [{ at, reason: event.reason }],
       beneficiary: event.beneficiary,
       positions: event.positions,
     });
     lane.marks.push({
       kind: "preempted",
+      at,
       time: event.time,
       step: event.step,
       reason: event.reason,
       beneficiary: event.beneficiary,
     });
   },
-  finished: (spans, event, state) => endLane(spans, event, event.reason),
-  failed: (spans, event, state) => endLane(spans, event, "error"),
+  finished: (spans, event, state, at) => endLane(spans, event, at, event.reason),
+  failed: (spans, event, state, at) => endLane(spans, event, at, "error"),
 
   planned(spans, event, state) {
     spans.plans.set(event.step, { time: event.time, plan: state.plan });
   },
-  landed(spans, event, state) {
+  landed(spans, event, state, at) {
     const planned = spans.plans.get(event.of);
     spans.plans.delete(event.of);
     if (!planned) return;
@@ -226,6 +287,8 @@ const handlers = {
     const place = spans.steps.length;
     const start = Math.max(time, spans.steps.at(-1)?.landed ?? 0);
     const step = {
+      at,
+      committedAt: 0, // The line with which its times became known.
       number: event.of,
       start,
       planned: time,
@@ -252,22 +315,26 @@ const handlers = {
       // The results of a sequence that was preempted since do not count.
       if (!lane || (lane.spans.at(-1).start > time && lane.spans.at(-1).kind === "preempted"))
         return;
+      lane.changedAt = at;
       if (item.start === undefined) addDecode(lane, place, step, item, sampled);
       else {
-        lane.begin("prefill", start, {
+        lane.begin("prefill", at, start, {
           end: event.time,
+          endAt: at,
           step: event.of,
           tokens: item.tokens,
           from: item.start,
           place,
         });
       }
-      if (sampled) addToken(spans, lane, event.time, sampled);
+      if (sampled) addToken(spans, lane, at, event.time, sampled);
     });
   },
-  committed(spans, event, state) {
+  committed(spans, event, state, at) {
     const step = spans.steps[spans.places.get(event.of)];
     if (!step) return;
+    step.committedAt = at;
+    step.uncommitted = { start: step.start };
     const { started, planned, launched, wait_began, landed, done, device } = event;
     Object.assign(step, {
       times: { started, planned, launched, wait_began, landed, done },
@@ -288,7 +355,7 @@ function addDecode(lane, place, step, item, sampled) {
     span.end = step.landed;
     span.tokens += sampled;
   } else {
-    lane.begin("decode", step.start, {
+    lane.begin("decode", step.at, step.start, {
       first: place,
       last: place,
       end: step.landed,
@@ -304,32 +371,34 @@ function addDecode(lane, place, step, item, sampled) {
   }
 }
 
-function addToken(spans, lane, time, sampled) {
-  if (lane.lastToken === null) spans.addSample("ttft", time, time - lane.arrival);
-  else spans.addSample("itl", time, (time - lane.lastToken) / sampled);
+function addToken(spans, lane, at, time, sampled) {
+  if (lane.lastToken === null) spans.addSample("ttft", at, time, time - lane.arrival);
+  else spans.addSample("itl", at, time, (time - lane.lastToken) / sampled);
   lane.lastToken = time;
 }
 
-function endLane(spans, event, reason) {
+function endLane(spans, event, at, reason) {
   const lane = spans.lanes.get(event.seq);
   if (!lane) return;
-  lane.close(event.time);
-  lane.end = event.time;
-  lane.reason = reason;
+  lane.finish(at, event.time, reason);
   spans.lanes.delete(event.seq);
 }
 
 export const percentile = (sorted, q) =>
   sorted.length ? sorted[Math.max(Math.ceil((sorted.length * q) / 100) - 1, 0)] : null;
 
-// Returns the place of the last step that had landed at a time.
-export function lastLanded(steps, time) {
+// Returns the place of the last entry for which `holds` is true, or -1. It must be true up to some
+// entry and false after it.
+export function findLast(list, holds) {
   let low = -1;
-  let high = steps.length - 1;
+  let high = list.length - 1;
   while (low < high) {
     const middle = Math.ceil((low + high) / 2);
-    if (steps[middle].landed <= time) low = middle;
+    if (holds(list[middle])) low = middle;
     else high = middle - 1;
   }
   return low;
 }
+
+// Returns the place of the last step that had landed at the line with this index, or -1.
+export const lastLanded = (steps, index) => findLast(steps, (step) => step.at <= index);

@@ -5,13 +5,17 @@
 //   const state = stateFrom(about, snapshot);   // the first line of a stream
 //   apply(state, event);                        // each following line, as an object (nameFields)
 
-const MAX_ENDED = 400; // Finished, failed and refused requests that stay listed.
+export const MAX_ENDED = 400; // Finished, failed and refused requests that stay listed.
 export const NO_FREE_SLOT = "every batch slot is in use"; // octavo/core/reasons.py
 export const TOO_FEW_BLOCKS = "there are too few free blocks for it"; // octavo/core/reasons.py
 
+// The fields of lines that the page adds to the history itself.
+const OWN_FIELDS = { gap: ["missed"], reopened: ["missed"] };
+const NO_FIELDS = [];
+
 // Turns a line of the stream into an object. `fields` are those of the snapshot.
 export function nameFields(line, fields) {
-  const names = fields[line[0]] ?? [];
+  const names = fields[line[0]] ?? OWN_FIELDS[line[0]] ?? NO_FIELDS;
   const event = { kind: line[0], number: line[1], step: line[2], time: line[3] };
   for (let i = 0; i < names.length; i += 1) event[names[i]] = line[i + 4];
   return event;

@@ -1,44 +1,38 @@
 // Steps over time, in real milliseconds. From top to bottom:
 //
-//   tokens    one bar per step: its width is its duration, its height the used part of the token budget
+//   tokens    one bar per step: its width is its duration, its height its tokens; a line shows the token budget
 //   device    when the device computes; below it, when the host plans, launches and commits
 //   lanes     one for each request: waiting, prefill chunks, decode steps, preemptions
 
 import { fillOf, lookOf, nameOf } from "./colours.js";
 import { colour, count, explain, plural, prepare, spell } from "./draw.js";
-import { lastLanded } from "./spans.js";
+import { findLast, laneUpTo, lastLanded, stepUpTo } from "./spans.js";
 import { FINISH_REASONS } from "./words.js";
 
 const GUTTER = 58;
 const AXIS = 16;
-const TOKENS = 46;
+const TOKENS = 52;
 const DEVICE = 13;
 const HOST = 11;
 const LANE = 21;
-const TOP = AXIS + TOKENS + DEVICE + HOST + 10; // Where the lanes begin.
+const TOP = AXIS + TOKENS + DEVICE + HOST + 12; // Where the lanes begin.
 
-// The steps that overlap an interval.
-function stepsBetween(steps, from, to) {
-  let low = 0;
-  let high = steps.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (steps[middle].landed < from) low = middle + 1;
-    else high = middle;
-  }
+// The steps that overlap an interval, and had landed at a line of the history.
+function stepsBetween(steps, from, to, index) {
   const found = [];
-  for (let i = low; i < steps.length && steps[i].start <= to; i += 1)
-    found.push({ ...steps[i], place: i });
+  const first = findLast(steps, (step) => step.landed < from) + 1;
+  for (let i = first; i < steps.length && steps[i].at <= index && steps[i].start <= to; i += 1)
+    found.push(stepUpTo(steps[i], index));
   return found;
 }
 
-const hasEnded = (lane, time) => lane.end <= time;
+const hasEnded = (lane, index, time) => lane.endAt <= index && lane.end <= time;
 
 // Returns how many microseconds to show, so that about 40 steps are seen. It changes rarely, so
 // that the picture stays calm.
-function chooseWidth(spans, now, width) {
-  if (spans.steps.length < 2) return width;
-  const place = Math.max(0, lastLanded(spans.steps, now));
+function chooseWidth(spans, index, width) {
+  const place = lastLanded(spans.steps, index);
+  if (place < 1) return width;
   const earlier = spans.steps[Math.max(0, place - 40)];
   const wanted = Math.max(
     0.2e6,
@@ -73,14 +67,63 @@ function drawAxis(context, start, end, x, pixels, height) {
   }
 }
 
-function drawSteps(context, steps, x, pixels) {
-  const base = AXIS + TOKENS;
+// Returns the scale of the tokens of steps: the largest number, and the numbers beside the axis. The
+// budget, which is the largest one in most cases, is one of them.
+export function axisOfTokens(steps) {
+  const tokens = steps.map((step) => step.decode + step.drafted + step.prefill);
+  const budget = steps.reduce((most, step) => Math.max(most, step.budget), 0);
+  const most = Math.max(1, budget, ...tokens);
+  const interval = Math.max(1, niceInterval(most / 3));
+  const ticks = [];
+  // A number close to the largest one would be written over it.
+  for (let tick = 0; tick < most - 0.6 * interval; tick += interval) ticks.push(tick);
+  return { most, ticks: [...ticks, most] };
+}
+
+function drawTokenAxis(context, { most, ticks }, pixels) {
   context.fillStyle = colour("soft");
   context.fillRect(GUTTER, AXIS, pixels - GUTTER, TOKENS);
+  context.font = "10px system-ui, sans-serif";
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  for (const tick of ticks) {
+    const y = AXIS + TOKENS * (1 - tick / most);
+    context.fillStyle = colour("line");
+    context.fillRect(GUTTER - 3, Math.round(y), pixels - GUTTER + 3, 1);
+    context.fillStyle = colour("dim");
+    context.fillText(count(tick), GUTTER - 6, y);
+  }
+  context.textBaseline = "alphabetic";
+  context.fillText("tokens", GUTTER - 6, AXIS - 7);
+  context.textAlign = "left";
+}
+
+// The budget of each step: a step that reaches the line has no room for another token.
+function drawBudget(context, steps, x, most, pixels) {
+  context.strokeStyle = colour("ink");
+  context.lineWidth = 1;
+  context.setLineDash([4, 3]);
+  context.beginPath();
+  steps.forEach((step, i) => {
+    const y = Math.round(AXIS + TOKENS * (1 - step.budget / most)) + 0.5;
+    const from = Math.max(GUTTER, x(step.start));
+    const to = i + 1 < steps.length ? x(steps[i + 1].start) : pixels;
+    if (i === 0) context.moveTo(GUTTER, y);
+    else context.lineTo(from, y);
+    context.lineTo(Math.max(from, to), y);
+  });
+  context.stroke();
+  context.setLineDash([]);
+}
+
+function drawSteps(context, steps, x, pixels) {
+  const base = AXIS + TOKENS;
+  const axis = axisOfTokens(steps);
+  drawTokenAxis(context, axis, pixels);
   for (const step of steps) {
     const left = Math.max(GUTTER, x(step.start));
     const wide = Math.max(0.7, x(step.landed) - left - (x(step.landed) - left > 3 ? 1 : 0));
-    const tall = (tokens) => Math.min(TOKENS, (TOKENS * tokens) / Math.max(step.budget, 1));
+    const tall = (tokens) => (TOKENS * tokens) / axis.most;
     const decode = step.decode ? Math.max(1.5, tall(step.decode + step.drafted)) : 0;
     const prefill = step.prefill ? Math.max(1.5, tall(step.prefill)) : 0;
     context.fillStyle = colour("decode");
@@ -89,15 +132,12 @@ function drawSteps(context, steps, x, pixels) {
     context.fillRect(left, base - Math.min(TOKENS, decode + prefill), wide, prefill);
     if (step.times) drawHostAndDevice(context, step, x);
   }
+  drawBudget(context, steps, x, axis.most, pixels);
   context.fillStyle = colour("dim");
-  context.font = "10px system-ui, sans-serif";
   context.textAlign = "right";
   context.textBaseline = "middle";
-  const budget = steps.at(-1)?.budget;
-  if (budget) context.fillText(`${count(budget)} tok`, GUTTER - 6, AXIS + 6);
-  context.fillText("0", GUTTER - 6, base - 5);
-  context.fillText("device", GUTTER - 6, base + 1 + DEVICE / 2);
-  context.fillText("host", GUTTER - 6, base + 1 + DEVICE + HOST / 2);
+  context.fillText("device", GUTTER - 6, base + 3 + DEVICE / 2);
+  context.fillText("host", GUTTER - 6, base + 3 + DEVICE + HOST / 2);
   context.textAlign = "left";
 }
 
@@ -105,7 +145,7 @@ function drawSteps(context, steps, x, pixels) {
 // before it.
 function drawHostAndDevice(context, step, x) {
   const { started, planned, launched, landed, done } = step.times;
-  const y = AXIS + TOKENS + 3;
+  const y = AXIS + TOKENS + 5;
   const bar = (from, to, top, tall, name) => {
     const left = Math.max(GUTTER, x(from));
     const right = x(to);
@@ -123,17 +163,14 @@ function drawHostAndDevice(context, step, x) {
 
 const SPAN_COLOURS = { waiting: "waiting", preempted: "alarm", swapped: "tier" };
 
-function drawLane(context, spans, lane, y, { x, start, end, now, marks, pixels }) {
+function drawLane(context, spans, lane, y, { x, start, end, now, index, marks, pixels }) {
   const isMarked = marks.selected === lane.id || marks.hovered === lane.id;
   const middle = y + LANE / 2;
   if (isMarked) {
     context.fillStyle = colour("marked");
     context.fillRect(0, y, pixels, LANE);
   }
-  const hasStarted =
-    lane.marks.some((mark) => mark.time <= now) ||
-    lane.spans.some((span) => span.kind === "decode" && span.start <= now);
-  drawChip(context, lane, hasStarted ? lane.label : -1, y);
+  drawChip(context, lane, lane.label, y);
   for (const span of lane.spans) {
     const to = Math.min(span.end, now, lane.end);
     if (to < start || span.start > end || span.start > now) continue;
@@ -142,7 +179,7 @@ function drawLane(context, spans, lane, y, { x, start, end, now, marks, pixels }
     if (x(to) < GUTTER) continue;
     if (span.kind in SPAN_COLOURS) drawWait(context, left, middle, wide, SPAN_COLOURS[span.kind]);
     else if (span.kind === "prefill") drawPrefill(context, left, y + 4, wide, span);
-    else drawDecode(context, spans, lane, span, y + 5, { x, start, now });
+    else drawDecode(context, spans, span, y + 5, { x, start, now, index });
   }
   for (const mark of lane.marks)
     if (mark.time >= start && mark.time <= now) drawMark(context, mark, x(mark.time), y);
@@ -190,12 +227,12 @@ function drawPrefill(context, left, top, wide, span) {
 }
 
 // One tick per step, where there is room. Rejected drafts are hatched above the accepted ones.
-function drawDecode(context, spans, lane, span, top, { x, start, now }) {
+function drawDecode(context, spans, span, top, { x, start, now, index }) {
   const tall = LANE - 10;
   context.fillStyle = colour("decode");
   for (let place = span.first; place <= span.last; place += 1) {
-    const step = spans.steps[place];
-    if (!step || step.landed < start) continue;
+    if (!spans.steps[place] || spans.steps[place].landed < start) continue;
+    const step = stepUpTo(spans.steps[place], index);
     if (step.start > now) break;
     const left = Math.max(GUTTER, x(step.start));
     const to = x(Math.min(step.landed, now));
@@ -284,18 +321,19 @@ export class Timeline {
     this.#listen();
   }
 
-  draw(spans, now, marks, { hidesFuture }) {
+  // `now` and `index` are the cursor. Without an index, there is no cursor: the timeline shows all.
+  draw(spans, { now, index }, marks) {
     const { context, width: pixels, height } = prepare(this.canvas);
     if (!pixels) return;
-    if (!this.isChosen) this.width = chooseWidth(spans, now, this.width);
+    if (!this.isChosen) this.width = chooseWidth(spans, index, this.width);
     const end = this.right ?? now;
     const start = end - this.width;
     const scale = (pixels - GUTTER) / this.width;
     const x = (time) => GUTTER + (time - start) * scale;
-    const limit = hidesFuture ? now : Infinity;
-    const steps = stepsBetween(spans.steps, start, Math.min(end, limit));
+    const limit = index === Infinity ? Infinity : now;
+    const steps = stepsBetween(spans.steps, start, Math.min(end, limit), index);
     const lanes = spans.allLanes.filter(
-      (lane) => lane.arrival <= Math.min(end, limit) && lane.end >= start,
+      (lane) => lane.at <= index && lane.arrival <= Math.min(end, limit) && lane.end >= start,
     );
     const room = Math.max(1, Math.floor((height - TOP) / LANE));
     this.scroll = Math.max(0, Math.min(this.scroll, lanes.length - room));
@@ -303,11 +341,13 @@ export class Timeline {
     const order =
       lanes.length > room
         ? [
-            ...lanes.filter((lane) => !hasEnded(lane, now)),
-            ...lanes.filter((lane) => hasEnded(lane, now)),
+            ...lanes.filter((lane) => !hasEnded(lane, index, now)),
+            ...lanes.filter((lane) => hasEnded(lane, index, now)),
           ]
         : lanes;
-    const visible = order.slice(this.scroll, this.scroll + room);
+    const visible = order
+      .slice(this.scroll, this.scroll + room)
+      .map((lane) => laneUpTo(lane, index, spans));
     const hidden = lanes.length - visible.length;
     this.shown = { steps, visible, start, scale, now };
     drawAxis(context, start, end, x, pixels, height);
@@ -318,11 +358,20 @@ export class Timeline {
         start,
         end,
         now: Math.min(end, limit),
+        index,
         marks,
         pixels,
       }),
     );
     drawEdges(context, { x, now, end, pixels, height, limit, hidden });
+    this.#describeLast(steps.at(-1));
+  }
+
+  // For a reader that does not see the picture.
+  #describeLast(step) {
+    const words = step ? `: ${describeStep(step).slice(0, 2).join("; ")}` : "";
+    const label = `Steps over time${words}`;
+    if (this.canvas.ariaLabel !== label) this.canvas.ariaLabel = label;
   }
 
   zoomBy(factor) {
@@ -379,7 +428,7 @@ export class Timeline {
       admission && span.kind !== "waiting"
         ? `\n${count(admission.recomputed)} tokens recomputed, ${count(admission.cached)} found in the cache`
         : "";
-    return `${name}: ${span.kind} for ${lasted}\n${span.why ?? ""}${cost}`;
+    return `${name}: ${span.kind} for ${lasted}\n${span.whys?.at(-1)?.reason ?? ""}${cost}`;
   }
 
   #listen() {

@@ -1,14 +1,26 @@
 // Time travel: pause, steps, the slider, the speed of a replay, and the keyboard.
 
-import { byId, colour, count, element, prepare, setText } from "./draw.js";
+import {
+  byId,
+  changes,
+  colour,
+  count,
+  element,
+  onTheme,
+  prepare,
+  setText,
+  surfaceOf,
+} from "./draw.js";
 import { address } from "./feed.js";
 
 const scrub = byId("scrub");
 const map = byId("scrub-map");
 let timer = 0;
 let isPlaying = false;
+let onStop = () => {};
 
-export function bindTransport(page, { showLink }) {
+export function bindTransport(page, { showLink, redraw }) {
+  onStop = redraw;
   const pause = () => {
     if (isPlaying) return stop();
     if (page.isReplay) return play(page);
@@ -90,7 +102,7 @@ export function play(page) {
     time += 1000 * (now - before) * Number(byId("speed").value);
     before = now;
     const index = page.history.indexOfTime(time);
-    if (index > page.index) page.moveTo(index);
+    if (index > page.index) page.moveTo(index, false, true);
     if (page.index >= page.history.last) stop();
     timer = requestAnimationFrame(advance);
   };
@@ -98,6 +110,7 @@ export function play(page) {
 }
 
 export function stop() {
+  if (isPlaying) onStop(); // All panels show the moment at which the page stands.
   isPlaying = false;
   cancelAnimationFrame(timer);
 }
@@ -143,8 +156,14 @@ export function drawTransport(page) {
   drawMap(page);
 }
 
+let isOtherMap = changes();
+onTheme(() => (isOtherMap = changes()));
+
 // The tokens of each step along the slider, and a mark for each preemption.
 function drawMap({ spans, history }) {
+  const isEmpty = surfaceOf(map).isEmpty;
+  const known = [spans, spans.steps.length, spans.preemptions.length, history.steps.length];
+  if (!isOtherMap(...known) && !isEmpty) return;
   const { context, width, height } = prepare(map);
   const { steps } = spans;
   const first = Math.max(0, steps.length - history.steps.length);

@@ -8,7 +8,7 @@
 // By default the wall shows the blocks that were used so far, so that a large pool is not an empty
 // wall.
 
-import { fillOf, lookOf, nameOf } from "./colours.js";
+import { fillOf, lookOf, nameOf, placeOf } from "./colours.js";
 import {
   byId,
   colour,
@@ -16,10 +16,12 @@ import {
   element,
   explain,
   isStill,
+  onTheme,
   plural,
   prepare,
   setText,
   showTip,
+  surfaceOf,
 } from "./draw.js";
 import { findOwners, freeList } from "./state.js";
 
@@ -27,6 +29,7 @@ const LARGEST = 46;
 const SMALLEST = 2; // Sizes of a cell in pixels.
 const LABEL = 50; // The width of the names in the order by request.
 const GAP = 14; // Between two tiers.
+const TOP = 15; // The height of the names of the tiers.
 const DISK_SHARE = 0.16; // The part of the width that shows the disk.
 const MOST_ON_DISK = 600; // The number says how many there are; the squares only show that it grows.
 const SMALL_POOL = 256; // A pool with at most this many blocks is always shown whole.
@@ -38,11 +41,16 @@ const FRAMES = {
 };
 const FLASHES = { copied: "prefill", evicted: "alarm", loaded: "tier", stored: "tier" };
 const canvas = byId("wall");
+// What changes without the blocks, above them: the frames of flashing and of chosen blocks.
+const overlay = byId("wall-frames");
 let byRequest = false;
 let isWhole = false;
 let highest = 0; // The highest block that was used so far.
 let layout = { key: "", cells: [], host: [], disk: [] }; // Where each block is drawn: { block, x, y, size, seq }.
 let shown = null; // What was drawn last.
+// What each cell of a tier shows, by its place. Only cells that change are drawn again.
+let looks = { cells: [], host: [], disk: [] };
+let isOverlaid = false; // Something is drawn above the blocks.
 let cursor = 0; // The block that the keyboard has chosen.
 let listeners = { select: () => {}, hover: () => {}, redraw: () => {} };
 const NOBODY = []; // The owners of most blocks.
@@ -56,8 +64,10 @@ export function onWall(given) {
 export function resetWall() {
   highest = 0;
   cursor = 0;
+  shown = null;
   flashes.clear();
 }
+onTheme(() => (shown = null));
 
 // Remembers what happened to a block, so that it flashes.
 export function flash(event) {
@@ -104,13 +114,14 @@ function layOut(state, width, height) {
   const limit = isShownWhole
     ? num_blocks
     : Math.min(num_blocks, Math.max(24, Math.ceil((highest + 1) / 8) * 8));
-  const key = `${[state.about.stream, width, height, limit, state.onDisk]}`;
+  const onDisk = Math.min(state.onDisk, MOST_ON_DISK);
+  const key = `${[state.about.stream, width, height, limit, onDisk]}`;
   if (layout.key === key && !byRequest) return layout; // Blocks stay where they are.
   // The tiers share the width by their numbers of cells, but each gets enough to be seen.
   const disk = host_blocks && state.about.has_disk ? Math.round(width * DISK_SHARE) : 0;
   const hostShare = Math.min(0.42, Math.max(0.22, host_blocks / (host_blocks + limit)));
   const host = host_blocks ? Math.round((width - disk) * hostShare) : 0;
-  const top = host ? 15 : 0;
+  const top = host ? TOP : 0;
   const hostX = width - disk - (disk ? GAP : 0) - host;
   const deviceWidth = host ? hostX - GAP : width;
   const numbers = (count, first = 0) => Array.from({ length: count }, (_, i) => i + first);
@@ -122,7 +133,7 @@ function layOut(state, width, height) {
       : place(numbers(limit, 1), 0, deviceWidth, "device"),
     host: host ? place(numbers(host_blocks), hostX, host, "host") : [],
     disk: disk
-      ? place(numbers(Math.min(state.onDisk, MOST_ON_DISK)), width - disk, disk, "disk")
+      ? place(numbers(onDisk), width - disk, disk, "disk")
       : [],
     hostX,
     diskX: disk ? width - disk : 0,
@@ -164,55 +175,56 @@ function layOutTables(state, width, height, top) {
 
 // ---- drawing ------------------------------------------------------------------------------------
 
-function drawCell(context, cell, look) {
+// What a cell shows, as a value that differs where the cell looks different. Most are numbers,
+// which are made and compared fast.
+const FREE = 0;
+const BUSY = -1;
+const FILLING = -2;
+const CACHED = -3; // Less the place in the order of eviction.
+const LABELS = 32; // More than there are looks of requests.
+const lookOfOwner = (seq) => LABELS * seq.id + (seq.label < 0 ? 0 : placeOf(seq.label) + 1);
+
+function lookOfCell(cell, { ids, content, order, isBusy }, sequences) {
+  if (ids.length === 1) return lookOfOwner(sequences.get(ids[0]));
+  if (ids.length)
+    return `${cell.seq?.id ?? ""} ${ids.map((id) => lookOfOwner(sequences.get(id)))}`;
+  if (isBusy) return BUSY;
+  return content ? CACHED - (order ?? 0) : FREE;
+}
+
+function drawCell(context, cell, { owners, content, order, isFilling, isShared, isBusy }) {
   const { x, y, size } = cell;
   const gap = size > 6 ? 2 : size > 3 ? 1 : 0;
   const inner = size - gap;
-  const { owners, content, order, isReady, isMarked } = look;
+  context.clearRect(x, y, size, size);
   if (owners.length) {
     const width = inner / Math.min(owners.length, 4);
     owners.slice(0, 4).forEach((seq, i) => {
       context.fillStyle = fillOf(context, seq.label);
       context.fillRect(x + i * width, y, width, inner);
     });
-    if (size >= 13 && cell.seq) {
-      drawText(
-        context,
-        cell.block,
-        x + inner / 2,
-        y + inner / 2,
-        Math.min(11, (size * 1.3) / String(cell.block).length),
-        lookOf(cell.seq.label).ink,
-      );
-    } else if (size >= 13) drawLetters(context, cell, owners, inner);
-    if ((owners.length > 1 || look.isShared) && size > 5) {
+    drawOwners(context, cell, owners, inner);
+    if ((owners.length > 1 || isShared) && size > 5) {
       context.strokeStyle = colour("ink");
       context.lineWidth = 1.5;
       context.strokeRect(x + 0.75, y + 0.75, inner - 1.5, inner - 1.5);
     }
-  } else if (content || look.isBusy) {
-    context.fillStyle = colour(look.isBusy ? "busy" : "cached");
-    context.fillRect(x, y, inner, inner);
-    if (size >= 15 && order) {
-      drawText(
-        context,
-        order,
-        x + inner / 2,
-        y + inner / 2,
-        Math.min(10, size * 0.42),
-        colour("cached-ink"),
-      );
-    } else if (isReady === false)
-      drawText(context, "…", x + inner / 2, y + inner / 2, 10, colour("ink"));
-  } else {
-    context.fillStyle = colour("free");
-    context.fillRect(x, y, inner, inner);
+    return;
   }
-  if (isMarked) {
-    context.strokeStyle = colour("ink");
-    context.lineWidth = 2.5;
-    context.strokeRect(x - 0.5, y - 0.5, inner + 1, inner + 1);
-  }
+  context.fillStyle = colour(isBusy ? "busy" : content ? "cached" : "free");
+  context.fillRect(x, y, inner, inner);
+  const [middleX, middleY] = [x + inner / 2, y + inner / 2];
+  if (order && size >= 15)
+    drawText(context, order, middleX, middleY, Math.min(10, size * 0.42), colour("cached-ink"));
+  else if (isFilling) drawText(context, "…", middleX, middleY, 10, colour("ink"));
+}
+
+function drawOwners(context, cell, owners, inner) {
+  const { x, y, size, seq, block } = cell;
+  if (size < 13) return;
+  if (!seq) return drawLetters(context, cell, owners, inner);
+  const fontSize = Math.min(11, (size * 1.3) / String(block).length);
+  drawText(context, block, x + inner / 2, y + inner / 2, fontSize, lookOf(seq.label).ink);
 }
 
 function drawText(context, text, x, y, size, fill) {
@@ -253,15 +265,33 @@ function drawLetters(context, { x, y, size }, owners, inner) {
   );
 }
 
-function drawFlashes(context, cells) {
+// The cells of the places that flash: a shared block has several in the order by request.
+function cellsOf(places) {
+  const found = [];
+  for (const cells of [layout.cells, layout.host]) {
+    const tier = cells === layout.host ? "h" : "d";
+    const isDirect = cells.length && (tier === "h" || !byRequest); // In the order of the blocks.
+    if (isDirect) {
+      for (const place of places) {
+        const cell = place[0] === tier && cells[Number(place.slice(1)) - cells[0].block];
+        if (cell) found.push([place, cell]);
+      }
+      continue;
+    }
+    for (const cell of cells)
+      if (places.has(`${tier}${cell.block}`)) found.push([`${tier}${cell.block}`, cell]);
+  }
+  return found;
+}
+
+function drawFlashes(context) {
   const now = performance.now();
-  for (const cell of cells) {
-    const found = flashes.get(`${cell.tier[0]}${cell.block}`);
-    if (!found) continue;
-    const left = (found.until - now) / FLASH_MS;
+  for (const [place, cell] of cellsOf(flashes)) {
+    const { until, colour: name } = flashes.get(place);
+    const left = (until - now) / FLASH_MS;
     if (left <= 0) continue;
     context.globalAlpha = Math.min(1, left * 1.4);
-    context.strokeStyle = colour(found.colour);
+    context.strokeStyle = colour(name);
     context.lineWidth = 3;
     const spread = (1 - left) * 3;
     context.strokeRect(
@@ -275,42 +305,94 @@ function drawFlashes(context, cells) {
   for (const [place, { until }] of flashes) if (until < now) flashes.delete(place);
 }
 
-export function drawWall(state, marks, names) {
-  const { context, width, height } = prepare(canvas);
-  if (!width) return;
-  layout = layOut(state, width, height);
-  const owners = findOwners(state);
+function drawMarked(context, { owners }, marks) {
+  const marked = marks.hovered || marks.selected;
+  if (!marked && !marks.block) return;
+  context.strokeStyle = colour("ink");
+  context.lineWidth = 2.5;
+  for (const { block, x, y, size } of layout.cells) {
+    if (marks.block !== block && !(marked && owners.get(block)?.includes(marked))) continue;
+    const inner = size - (size > 6 ? 2 : size > 3 ? 1 : 0);
+    context.strokeRect(x - 0.5, y - 0.5, inner + 1, inner + 1);
+  }
+}
+
+function drawOverlay(marks) {
+  const isNeeded = flashes.size > 0 || marks.hovered || marks.selected || marks.block;
+  if (!isNeeded && !isOverlaid) return;
+  isOverlaid = Boolean(isNeeded);
+  const { context } = prepare(overlay);
+  drawMarked(context, shown, marks);
+  if (flashes.size) drawFlashes(context);
+}
+
+function placesInOrder(state) {
   const order = new Map();
   if (layout.cells[0]?.size >= 15) {
     freeList(state)
       .filter((block) => state.contents[block])
       .forEach((block, i) => order.set(block, i + 1));
   }
-  shown = { state, owners, order, names };
-  const marked = marks.hovered || marks.selected;
-  for (const cell of layout.cells) {
+  return order;
+}
+
+export function drawWall(state, marks, names) {
+  const { context, width, height, isEmpty } = surfaceOf(canvas);
+  if (!width) return;
+  const isSame =
+    !isEmpty &&
+    shown?.state === state &&
+    shown.number === state.number &&
+    shown.byRequest === byRequest &&
+    shown.isWhole === isWhole &&
+    shown.width === width &&
+    shown.height === height;
+  if (!isSame) {
+    const before = layout;
+    layout = layOut(state, width, height);
+    if (isEmpty || !shown || layout !== before) {
+      context.clearRect(0, 0, width, height);
+      looks = { cells: [], host: [], disk: [] };
+    }
+    const { number } = state;
+    const order = placesInOrder(state);
+    const owners = findOwners(state);
+    shown = { state, number, byRequest, isWhole, width, height, owners, order, names };
+    drawCells(context, shown);
+    drawFrame(context, state, width, height);
+  }
+  drawOverlay(marks);
+}
+
+function drawCells(context, { state, owners, order }) {
+  const { sequences } = state;
+  layout.cells.forEach((cell, i) => {
     const ids = owners.get(cell.block) ?? NOBODY;
-    const holders = ids.length ? ids.map((id) => state.sequences.get(id)) : NOBODY;
-    drawCell(context, cell, {
-      owners: cell.seq ? [cell.seq] : holders,
+    const known = {
+      ids,
       content: state.contents[cell.block],
       order: order.get(cell.block),
       isBusy: !ids.length && state.references[cell.block] > 0,
-      isShared: ids.length > 1,
-      isMarked: (marked && ids.includes(marked)) || marks.block === cell.block,
-    });
-  }
-  for (const cell of layout.host) {
-    drawCell(context, cell, {
-      owners: [],
-      content: state.hostContents[cell.block],
-      isReady: Boolean(state.hostReady[cell.block]),
-      isMarked: false,
-    });
-  }
-  for (const cell of layout.disk) drawCell(context, cell, { owners: [], content: 1 });
-  if (flashes.size) drawFlashes(context, [...layout.cells, ...layout.host]);
-  drawFrame(context, state, height);
+    };
+    const look = lookOfCell(cell, known, sequences);
+    if (looks.cells[i] === look) return;
+    looks.cells[i] = look;
+    const holders = cell.seq ? [cell.seq] : ids.map((id) => sequences.get(id));
+    drawCell(context, cell, { ...known, owners: holders, isShared: ids.length > 1 });
+  });
+  layout.host.forEach((cell, i) => {
+    const content = state.hostContents[cell.block];
+    const isFilling = content > 0 && !state.hostReady[cell.block];
+    const look = isFilling ? FILLING : content ? CACHED : FREE;
+    if (looks.host[i] === look) return;
+    looks.host[i] = look;
+    drawCell(context, cell, { owners: NOBODY, content, isFilling });
+  });
+  layout.disk.forEach((cell, i) => {
+    if (looks.disk[i] === CACHED) return;
+    looks.disk[i] = CACHED;
+    drawCell(context, cell, { owners: NOBODY, content: 1 });
+  });
 }
 
 function drawTierName(context, words, x, height) {
@@ -321,7 +403,8 @@ function drawTierName(context, words, x, height) {
 }
 
 // The names of the tiers, and of the lines in the order by request.
-function drawFrame(context, state, height) {
+function drawFrame(context, state, width, height) {
+  if (layout.host.length) context.clearRect(0, 0, width, TOP);
   context.textAlign = "left";
   context.textBaseline = "alphabetic";
   context.font = "600 10.5px system-ui, sans-serif";
@@ -385,10 +468,11 @@ export function drawLegend(state, found) {
 
 // ---- questions ----------------------------------------------------------------------------------
 
-const cellAt = (x, y) =>
-  [...layout.cells, ...layout.host, ...layout.disk].find(
-    (cell) => x >= cell.x && x < cell.x + cell.size && y >= cell.y && y < cell.y + cell.size,
-  );
+function cellAt(x, y) {
+  const holds = (cell) =>
+    x >= cell.x && x < cell.x + cell.size && y >= cell.y && y < cell.y + cell.size;
+  return layout.cells.find(holds) ?? layout.host.find(holds) ?? layout.disk.find(holds);
+}
 
 // Returns what is known about a block, in lines of text.
 export function describeBlock(state, block, { owners, order, names }) {

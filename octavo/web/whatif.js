@@ -83,7 +83,7 @@ async function simulate(fields, button, message) {
 // Reads the events of a simulation. Its requests get the names of the recorded ones.
 function read(text, offset) {
   const spans = new Spans();
-  const history = new History((event, state) => spans.add(event, state));
+  const history = new History((event, state, index) => spans.add(event, state, index));
   const lines = parseLines(text);
   renameRequests(lines, offset);
   history.add(lines);
@@ -193,7 +193,7 @@ function drawBoth(canvases, recorded, simulated) {
     timelines.forEach((timeline, i) => {
       const spans = [recorded, simulated][i];
       const start = spans.allLanes[0]?.arrival ?? 0;
-      timeline.draw(spans, start + width, marks, { hidesFuture: false });
+      timeline.draw(spans, { now: start + width, index: Infinity }, marks);
     });
   for (const timeline of timelines) timeline.showAll(width);
   draw();

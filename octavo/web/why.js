@@ -2,8 +2,18 @@
 // cost, and the line of the source.
 
 import { chip, nameOf } from "./colours.js";
-import { byId, count, element, few, plural, short, spell } from "./draw.js";
-import { lastLanded, percentile } from "./spans.js";
+import {
+  byId,
+  changes,
+  count,
+  element,
+  few,
+  plural,
+  short,
+  spell,
+  updateChildren,
+} from "./draw.js";
+import { laneUpTo, lastLanded, percentile, stepUpTo } from "./spans.js";
 import {
   blockerOf,
   countBlocks,
@@ -21,13 +31,29 @@ import { FINISH_REASONS, KINDS, describe } from "./words.js";
 
 const panel = byId("why");
 const MAX_CHIPS = 40;
+const MAX_GROUPS = 8; // Groups of requests that share blocks.
 const THRASHING = 3; // A request that was preempted this often is pointed out.
+const isOtherSelection = changes();
 let drawn = "";
+let isHeld = false; // A pointer is pressed: what it presses must stay where it is.
 let go = () => {};
 let select = () => {};
+let selectBlock = () => {};
+let redraw = () => {};
 
 export function onWhy(listeners) {
-  ({ go, select } = listeners);
+  ({ go, select, selectBlock, redraw } = listeners);
+}
+
+panel.addEventListener("pointerdown", () => (isHeld = true));
+for (const name of ["pointerup", "pointercancel"]) {
+  addEventListener(name, () => {
+    if (!isHeld) return;
+    setTimeout(() => {
+      isHeld = false;
+      redraw();
+    });
+  });
 }
 
 const heading = (text) => element("h3", "", text);
@@ -59,6 +85,70 @@ function holders(state) {
   if (tables.length > 8)
     list.append(element("li", "", `and ${plural(tables.length - 8, "request")} more`));
   return list;
+}
+
+// Returns which blocks are held by which sequences together: { blocks, owners }, the largest group
+// first. With `only`, the groups of one sequence.
+function groupShared(state, only = null) {
+  const groups = new Map(); // The ids of the owners, as text -> a group
+  for (const [block, ids] of findOwners(state)) {
+    if (ids.length < 2 || (only && !ids.includes(only.id)) || !block) continue;
+    const key = [...ids].sort((a, b) => a - b).join();
+    if (!groups.has(key))
+      groups.set(key, { blocks: [], owners: ids.map((id) => state.sequences.get(id)) });
+    groups.get(key).blocks.push(block);
+  }
+  return [...groups.values()].sort((a, b) => b.blocks.length - a.blocks.length);
+}
+
+// Which blocks are shared, and by whom.
+function listOfShared(groups) {
+  const list = element("ul", "shared-blocks");
+  for (const { blocks, owners } of groups.slice(0, MAX_GROUPS)) {
+    const numbers = element("span", "block-numbers", blocks.length === 1 ? "block" : "blocks");
+    for (const block of blocks.slice(0, MAX_CHIPS)) {
+      const button = element("button", "link", String(block));
+      button.type = "button";
+      button.addEventListener("click", () => selectBlock(block));
+      numbers.append(button);
+    }
+    if (blocks.length > MAX_CHIPS) numbers.append(`and ${count(blocks.length - MAX_CHIPS)} more`);
+    list.append(element("li", "", chips(owners), numbers));
+  }
+  if (groups.length > MAX_GROUPS)
+    list.append(element("li", "", `and ${plural(groups.length - MAX_GROUPS, "group")} more`));
+  return list;
+}
+
+const numberOfBlocks = (groups) => groups.reduce((all, { blocks }) => all + blocks.length, 0);
+
+function explainSharing(state) {
+  const groups = groupShared(state);
+  if (!groups.length) return [];
+  const number = numberOfBlocks(groups);
+  const saved = groups.reduce((all, { blocks, owners }) => all + blocks.length * (owners.length - 1), 0);
+  return [
+    heading("Shared blocks"),
+    paragraph(
+      `${plural(number, "block")} ${number === 1 ? "is" : "are"} held by several requests at once. Without sharing, the same requests would need ${plural(saved, "block")} more.`,
+    ),
+    listOfShared(groups),
+  ];
+}
+
+function explainSharingOf(seq, state) {
+  if (!seq.table.length) return [];
+  const groups = groupShared(state, seq);
+  const number = numberOfBlocks(groups);
+  const held = seq.table.filter((block) => block).length;
+  const words = number
+    ? `${count(number)} of its ${plural(held, "block")}. These requests hold them together:`
+    : `None of its ${plural(held, "block")}.`;
+  return [
+    heading("Which blocks does it share?"),
+    paragraph(words),
+    number ? listOfShared(groups) : null,
+  ];
 }
 
 function sourceOf(state, reason) {
@@ -263,9 +353,10 @@ function explainPrefill(seq, state, inPlan) {
 }
 
 function explainDecode(seq, state, page) {
-  const steps = page.spans.steps;
-  const place = lastLanded(steps, page.now);
-  const step = steps[place];
+  const known = page.spans.steps;
+  const place = lastLanded(known, page.index);
+  const steps = known.slice(Math.max(0, place - 60), place + 1).map((each) => stepUpTo(each, page.index));
+  const step = steps.at(-1);
   const found = [
     heading("What does it do?"),
     paragraph(
@@ -274,10 +365,7 @@ function explainDecode(seq, state, page) {
   ];
   if (!step) return found;
   const usual = percentile(
-    steps
-      .slice(Math.max(0, place - 60), place + 1)
-      .map((each) => each.landed - each.start)
-      .sort((a, b) => a - b),
+    steps.map((each) => each.landed - each.start).sort((a, b) => a - b),
     50,
   );
   const took = step.landed - step.start;
@@ -346,27 +434,28 @@ const forWhom = (seq, other) => {
 
 // Each preemption: for whom, and what it cost.
 function explainPreemptions(seq, page) {
-  const lane = page.spans.allLanes.findLast((each) => each.id === seq.id);
-  const marks = (lane?.marks ?? []).filter((mark) => mark.time <= page.now);
+  const whole = page.spans.allLanes.findLast((each) => each.id === seq.id);
+  if (!whole) return [];
+  const lane = laneUpTo(whole, page.index, page.spans);
+  const { marks } = lane;
   const found = [];
   let waited = 0;
   let recomputed = 0;
   marks.forEach((mark, i) => {
     if (mark.kind !== "preempted") return;
     const again = marks.slice(i + 1).find((other) => other.kind === "admitted");
-    const span = lane.spans.find((each) => each.start === mark.time);
-    const other = page.names.of(mark.beneficiary);
-    const index = page.history.indexOfTime(mark.time);
+    const span = lane.spans.find((each) => each.at === mark.at);
+    const other = page.names.at(mark.beneficiary, page.index);
     waited += (again?.time ?? Math.min(page.now, lane.end)) - mark.time;
     recomputed += again?.recomputed ?? 0;
     const cost = again
-      ? `It waited ${spell(again.time - mark.time)}. Of its ${plural(span?.positions ?? 0, "position")}, ${count(again.cached)} were still cached${again.loaded ? ` (${plural(again.loaded, "block")} loaded from host memory)` : ""} and ${count(again.recomputed)} had to be computed again.`
+      ? `It waited ${spell(again.time - mark.time)}. Of its ${plural(span?.positions ?? 0, "position")}, ${count(again.cached)} were still cached${again.loads.length ? ` (${plural(again.loads.length, "block")} loaded from host memory)` : ""} and ${count(again.recomputed)} had to be computed again.`
       : `It lost ${plural(span?.positions ?? 0, "position")} and still waits. When it resumes, it computes again what is no longer cached.`;
     found.push(
       element(
         "li",
         "",
-        link(`step ${count(mark.step)}`, index),
+        link(`step ${count(mark.step)}`, mark.at),
         ` · ${capitalised(mark.reason)}`,
         ...forWhom(seq, other),
         `. ${cost}`,
@@ -433,6 +522,7 @@ function explainSequence(seq, page) {
     ...explainState(seq, state, page),
     ...explainPreemptions(seq, page),
     ...explainCache(seq, state, page),
+    ...explainSharingOf(seq, state),
     ...lifeOf(seq, page),
   ];
 }
@@ -481,7 +571,7 @@ function explainStep(step, page) {
     element("h2", "title", `Step ${count(step.number)}`),
     paragraph(`${first}.`),
     ...rest.map((words) => paragraph(words)),
-    link("Go to this step", page.history.indexOfTime(step.landed)),
+    link("Go to this step", step.at),
   ];
 }
 
@@ -494,10 +584,11 @@ function summaryOf({ state }) {
       .filter((seq) => seq.state === "waiting")
       .slice(0, MAX_CHIPS + 1)
       .map((seq) => seq.id),
-    often: [...live, ...state.ended]
-      .filter((seq) => seq.preemptions >= THRASHING)
-      .slice(-8)
+    preempted: [...live, ...state.ended]
+      .filter((seq) => seq.preemptions)
+      .slice(-12)
       .map((seq) => seq.id),
+    shared: groupShared(state).map(({ blocks, owners }) => [blocks, owners.map(({ id }) => id)]),
   };
 }
 
@@ -536,10 +627,10 @@ function guide() {
 }
 
 function explainNothing(page) {
-  const { waiting: waitingIds, often: oftenIds } = summaryOf(page);
+  const { waiting: waitingIds, preempted: preemptedIds } = summaryOf(page);
   const find = (id) => page.findSequence(id);
   const waiting = waitingIds.map(find).filter(Boolean);
-  const often = oftenIds.map(find).filter(Boolean);
+  const preempted = preemptedIds.map(find).filter(Boolean);
   const found = [
     paragraph(
       "Choose a request, a block or a step, and this panel explains what happens to it and why.",
@@ -547,7 +638,8 @@ function explainNothing(page) {
   ];
   if (isDemonstration()) found.push(...guide());
   if (waiting.length) found.push(heading("Waiting requests"), chips(waiting));
-  if (often.length) found.push(heading("Preempted several times"), chips(often));
+  if (preempted.length) found.push(heading("Preempted requests"), chips(preempted));
+  found.push(...explainSharing(page.state));
   found.push(heading("Terms"), terms());
   return found;
 }
@@ -581,7 +673,7 @@ const terms = () => {
 };
 
 export function drawWhy(page) {
-  if (panel.hidden || !page.state) return;
+  if (panel.hidden || !page.state || isHeld) return;
   const { selection } = page;
   const seq = selection.kind === "sequence" ? page.findSequence(selection.id) : null;
   const key = JSON.stringify(
@@ -592,7 +684,6 @@ export function drawWhy(page) {
   const opened = [...panel.querySelectorAll("details[open] summary")].map(
     (node) => node.textContent,
   );
-  const top = panel.scrollTop;
   const content = seq
     ? explainSequence(seq, page)
     : selection.kind === "block"
@@ -600,8 +691,13 @@ export function drawWhy(page) {
       : selection.kind === "step"
         ? explainStep(selection.step, page)
         : explainNothing(page);
-  panel.replaceChildren(...content.filter(Boolean));
-  for (const node of panel.querySelectorAll("details"))
-    node.open = opened.includes(node.querySelector("summary").textContent);
-  panel.scrollTop = top;
+  const nodes = content.filter(Boolean);
+  for (const node of nodes)
+    if (node.matches("details"))
+      node.open = opened.includes(node.querySelector("summary").textContent);
+  // Of another selection, a button may look the same and do something else.
+  if (isOtherSelection(page.names, JSON.stringify(selection))) {
+    panel.replaceChildren(...nodes);
+    panel.scrollTop = 0;
+  } else updateChildren(panel, nodes);
 }

@@ -7,6 +7,7 @@ import { count, plural, short } from "./draw.js";
 export const KINDS = {
   opened: ["server", "opened"],
   restarted: ["server", "restarted"],
+  reopened: ["server", "reopened"],
   gap: ["server", "skipped"],
   settings: ["server", "settings"],
   arrived: ["requests", "arrived"],
@@ -46,6 +47,7 @@ export const FINISH_REASONS = {
   abort: "aborted",
   error: "failed",
   lost: "the engine process ended",
+  unseen: "this page was not connected when it ended",
   pruned: "beam search continued with better beams",
   search_over: "beam search finished",
 };
@@ -64,6 +66,8 @@ export function describe(event, name) {
 const writers = {
   opened: () => "the page is connected and has the state of the engine",
   restarted: () => "a new engine process has started with an empty cache",
+  reopened: (e) =>
+    `${plural(e.missed ?? 0, "event")} not seen, because no page was connected for a while`,
   gap: (e) => `${plural(e.missed ?? 0, "event")} skipped, because this page was too slow`,
   settings: (e) =>
     Object.entries(e.settings)
@@ -128,30 +132,32 @@ const writers = {
 // can be described.
 export class Names {
   constructor() {
-    this.seen = new Map(); // Sequence id -> { id, name, index, label, request }
-    // Number of a content -> each time that it was computed: { stream, time, writer, text }
+    // Sequence id -> { id, name, index, label, request, labelled: index of the line with the label }
+    this.seen = new Map();
+    // Number of a content -> each time that it was computed: { stream, number, writer, text }
     this.contents = new Map();
     this.writers = []; // Block -> the sequence that it was allocated for last.
   }
 
-  add(event, state) {
+  // Adds an event, whose line has this index.
+  add(event, state, index) {
     if (event.kind === "allocated")
       for (const block of event.blocks) this.writers[block] = event.seq;
     else if (event.kind === "copied") this.writers[event.target] = event.seq;
     else if (event.kind === "published") this.#addContent(event, state);
     else if (event.kind === "arrived" || event.kind === "forked" || event.kind === "admitted")
-      this.#keep(state.sequences.get(event.seq));
-    else if (event.kind === "opened" || event.kind === "restarted" || event.kind === "gap") {
+      this.#keep(state.sequences.get(event.seq), index);
+    else if (["opened", "restarted", "reopened", "gap"].includes(event.kind)) {
       for (const seq of state.sequences.values()) {
-        this.#keep(seq);
+        this.#keep(seq, index);
         for (const block of seq.table) this.writers[block] = seq.id;
       }
     }
   }
 
-  #addContent({ content, block, text, time }, state) {
+  #addContent({ content, block, text, number }, state) {
     const writer = this.seen.get(this.writers[block]);
-    const known = { stream: state.about.stream, time, writer, text };
+    const known = { stream: state.about.stream, number, writer, text };
     if (this.contents.has(content)) this.contents.get(content).push(known);
     else this.contents.set(content, [known]);
   }
@@ -160,7 +166,7 @@ export class Names {
   originOf(content, state) {
     const known = this.contents
       .get(content)
-      ?.findLast(({ stream, time }) => stream === state.about.stream && time <= state.time);
+      ?.findLast(({ stream, number }) => stream === state.about.stream && number <= state.number);
     if (!known) return [];
     const { writer, text } = known;
     const lines = [`computed by ${writer ? nameOf(writer) : "an earlier request"}`];
@@ -168,20 +174,19 @@ export class Names {
     return lines;
   }
 
-  #keep(seq) {
-    if (seq) {
-      this.seen.set(seq.id, {
-        id: seq.id,
-        name: seq.name,
-        index: seq.index,
-        label: seq.label,
-        request: seq.request,
-      });
-    }
+  #keep(seq, index) {
+    if (!seq) return;
+    const { id, name, label, request } = seq;
+    const before = this.seen.get(id);
+    const labelled = before?.label === label ? before.labelled : index;
+    this.seen.set(id, { id, name, index: seq.index, label, request, labelled });
   }
 
-  of(id) {
-    return this.seen.get(id);
+  // Returns a sequence as it was known after the line with this index: it has no colour before its
+  // first admission.
+  at(id, index) {
+    const seq = this.seen.get(id);
+    return seq && seq.labelled > index ? { ...seq, label: -1 } : seq;
   }
 
   letters(id) {

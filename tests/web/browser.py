@@ -30,10 +30,27 @@ READ_VIEWS = """async () => {
     sum: text(document.getElementById("sum")),
     checks: page.history.checks.map(({ step, found }) => ({ step, found })),
     checked: text(document.getElementById("checked")),
-    steps: page.spans.steps.filter((step) => step.landed <= page.now).slice(-40)
+    steps: page.spans.steps.filter((step) => step.at <= page.index).slice(-40)
       .map(({ number, prefill, decode }) => [number, prefill, decode]),
+    timeline: document.getElementById("timeline").ariaLabel,
+    title: visible("#why .title").map(text),
+    shared: visible("#why .shared-blocks li").map((item) => ({
+      owners: [...item.querySelectorAll(".chip")].map(text),
+      blocks: [...item.querySelectorAll(".block-numbers button")].map((node) => Number(text(node))),
+    })),
     rows,
     log: visible("#log li").map((item) => text(item)),
+  };
+}"""
+# What a page that stands still shows: all texts but those of the controls of time, and the pictures.
+READ_ALL = """() => {
+  const words = (selector) => document.querySelector(selector).innerText;
+  const picture = (id) => document.getElementById(id).toDataURL();
+  return {
+    tiles: words("#tiles"), requests: words("#requests-panel"), wall: words("#wall-panel"),
+    side: words("#side-panel"), clock: words("#clock"), sum: words("#sum"),
+    pictures: ["wall", "wall-frames", "timeline"].map(picture),
+    charts: [...document.querySelectorAll(".tile canvas")].map((node) => node.toDataURL()),
   };
 }"""
 # Reads the tip of every block that the wall shows, as the pointer shows it.

@@ -16,8 +16,8 @@ Object.assign(globalThis, {
 const { Names } = await import("../../octavo/web/words.js");
 
 const names = new Names(), seen = [];
-const history = new History((event, state) => {
-  names.add(event, state);
+const history = new History((event, state, index) => {
+  names.add(event, state, index);
   if (event.kind !== "committed") return;
   const origins = [...new Set(state.contents)].filter(Boolean).map((content) => [content, names.originOf(content, state)]);
   seen.push({ index: history.last, origins: JSON.stringify(origins) });

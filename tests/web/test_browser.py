@@ -5,7 +5,9 @@ test-browser` installs the former."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +30,7 @@ from octavo.web_page import single_file
 from tests.core.stream_mirror import StreamMirror, named
 from tests.serve.running import Running, server
 from tests.tiny import model_dir
-from tests.web.browser import CHROMIUM, Watched, chromium
+from tests.web.browser import CHROMIUM, READ_ALL, Watched, chromium
 from tests.web.million_events import record_many
 
 pytestmark = [
@@ -142,7 +144,14 @@ def compare(watched: Watched, recording: bytes) -> StreamMirror:
     assert counts["waiting"] == sum(state == "waiting" for state in live.values())
     assert counts["decode"] + counts["prefill"] == mirror.running
     compare_reasons_and_steps(views, recording, names)
+    if not views["title"]:  # Nothing is chosen, so that "Why?" lists all shared blocks.
+        compare_shared(views["shared"], owners)
     return mirror
+
+
+def compare_shared(groups: list[dict[str, Any]], owners: dict[int, set[str]]) -> None:
+    shown = {block: set(group["owners"]) for group in groups for block in group["blocks"]}
+    assert shown == {block: names for block, names in owners.items() if len(names) > 1}
 
 
 def compare_reasons_and_steps(
@@ -151,6 +160,7 @@ def compare_reasons_and_steps(
     """Compare the reasons for waiting and the steps of the timeline with the recorded events."""
     reasons: dict[str, str] = {}
     planned: dict[int, tuple[int, int]] = {}
+    budgets: dict[int, int] = {}
     landed: list[list[int]] = []
     decode: list[int] = []
     for line in map(json.loads, recording.splitlines()):
@@ -165,11 +175,16 @@ def compare_reasons_and_steps(
         elif event["kind"] == "planned":
             decode = decode if event["decode"] is None else event["decode"]
             planned[event["step"]] = sum(chunk[2] for chunk in event["chunks"]), len(decode)
+            budgets[event["step"]] = event["budget"]
             for seq in event["untried"] or ():
                 reasons.pop(names[seq], None)
         elif event["kind"] == "landed":
             landed.append([event["of"], *planned[event["of"]]])
     assert views["steps"] == landed[-40:]
+    if landed:  # The picture of the steps says the same in words.
+        number = landed[-1][0]
+        assert f": step {number:,}: " in views["timeline"]
+        assert views["timeline"].endswith(f"; budget {budgets[number]:,}")
     for row in views["rows"]:
         if row["state"] in ("waiting", "preempted") and row["name"] in reasons:
             why = row["why"].replace("was in use at the start of this step", "is in use")
@@ -222,6 +237,93 @@ def test_a_live_page_shows_the_state_of_the_engine(
         assert all(address.startswith(watched_server.url) for address in watched.addresses)
         assert SECRET not in watched.page.content()
         watched.close()
+
+
+def test_a_paused_page_holds_whatever_happens_on_the_server(
+    watched_server: Running, browser: Browser
+) -> None:
+    watched = Watched(browser, watched_server.url, reduced_motion="reduce")
+    page = watched.page
+    page.wait_for_selector("#status[data-state=ready]")
+    threads = send_load(watched_server, rounds=4)
+    page.wait_for_selector("#rows .state.waiting")
+    for _ in range(4):
+        page.wait_for_timeout(350)
+        page.click("#pause")
+        page.mouse.move(0, 0)
+        page.wait_for_timeout(250)
+        before = page.evaluate(READ_ALL)
+        page.wait_for_function("parseInt(document.getElementById('live').innerText.slice(9)) > 20")
+        page.evaluate("dispatchEvent(new Event('resize'))")
+        page.keyboard.press("Escape")  # Draws everything again.
+        page.wait_for_timeout(250)
+        after = page.evaluate(READ_ALL)
+        assert after == before
+        page.click("#pause")
+    for thread in threads:
+        thread.join(60)
+    assert watched.errors == []
+    watched.close()
+
+
+def test_a_button_of_the_explanation_can_be_pressed_slowly(
+    watched_server: Running, browser: Browser
+) -> None:
+    """The explanation changes several times per second while the page is live. What is pressed must
+    not be replaced before the button is released."""
+    watched = Watched(browser, watched_server.url)
+    page = watched.page
+    page.wait_for_selector("#status[data-state=ready]")
+    threads = send_load(watched_server, rounds=4)
+    page.locator("#rows tr:has(.state.decode)").first.click()
+    button = page.locator("#why .life button.link").first
+    button.hover()
+    page.mouse.down()
+    page.wait_for_timeout(700)
+    page.mouse.up()
+    page.wait_for_selector("body.paused")
+    for thread in threads:
+        thread.join(60)
+    watched.close()
+
+
+def test_letters_continue_after_a_crash_of_the_engine(tmp_path: Path, browser: Browser) -> None:
+    recording = tmp_path / "events.jsonl"
+    engine = {"max_model_len": 256, "num_gpu_blocks_override": 30, "record_events": str(recording)}
+    with server(tmp_path, engine=engine) as running:
+        early = Watched(browser, running.url)
+        early.page.wait_for_selector("#status[data-state=ready]")
+        for thread in send_load(running):
+            thread.join(60)
+        early.page.wait_for_timeout(400)
+        before = {row["name"] for row in early.views()["rows"]}
+        os.kill(running.engines()[0], signal.SIGKILL)
+        early.page.wait_for_selector("#status:not([data-state=ready])")
+        early.page.wait_for_selector("#status[data-state=ready]", timeout=60_000)
+        for number in range(2):
+            running.complete(prompt=f"after the crash {number}", max_tokens=4)
+        early.page.wait_for_timeout(400)
+        late = Watched(browser, running.url)
+        late.page.wait_for_selector("#rows tr:nth-child(6)")
+        shown = early.views()["rows"]
+        assert [row["name"] for row in late.views()["rows"]] == [row["name"] for row in shown]
+        assert early.errors == late.errors == []
+    new = {row["name"] for row in shown} - before
+    first_process, last_process = names_by_engine(read_recording(recording))
+    assert min(last_process) <= max(first_process), "each engine counts its own requests"
+    assert new == {letters(max(first_process) + name) for name in last_process}
+
+
+def names_by_engine(recording: bytes) -> list[list[int]]:
+    """Return the numbers of the requests that arrived, by engine process."""
+    numbers: dict[str, list[int]] = {}
+    engine = ""
+    for line in map(json.loads, recording.splitlines()):
+        if line[0] == "snapshot":
+            engine = line[4]["engine"]
+        elif line[0] == "arrived":
+            numbers.setdefault(engine, []).append(named(line)["name"])
+    return list(numbers.values())
 
 
 def test_a_replayed_page_shows_the_state_of_the_engine(

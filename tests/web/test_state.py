@@ -77,3 +77,27 @@ def test_a_block_names_who_had_computed_it_at_the_viewed_step() -> None:
     found = run_node("origins.mjs", b"\n".join(stream_of_trial(511, evict=True)))
     assert found["differences"] == []
     assert found["compared"] > 100 and found["changed"] > 0
+
+
+@pytest.mark.parametrize("options", [{"evict": True}, {"beams": True}, {"drafts": True}], ids=str)
+def test_the_views_show_nothing_that_comes_after_the_cursor(options: dict[str, bool]) -> None:
+    """At any place, the views show the same, whether the page knows what follows or not: a page that
+    is paused holds, and a recording shows what the live page showed."""
+    streams = [b"\n".join(stream_of_trial(seed, **options)) for seed in (511, 516, 523)]
+    found = run_node("cursor.mjs", b"\n\n".join(streams))
+    assert found["differences"] == [], found["number"]
+    assert found["compared"] > 200
+
+
+def test_letters_continue_after_an_engine_crash_and_nothing_stays_live_that_has_ended() -> None:
+    streams = [b"\n".join(stream_of_trial(seed, snapshots=0.1)) for seed in (511, 516)]
+    found = run_node("restart.mjs", b"\n\n".join(streams))
+    before, after, whole = found["names"]
+    assert found["wrong"] == [] and found["againWrong"] == [] and found["reused"] == []
+    assert whole == before + [max(before) + name for name in after] and before and after
+    assert found["again"] == whole, "a saved page has the same letters"
+    assert found["lost"] > 0
+    for kind in ("gap", "reopened"):
+        assert found[kind]["wrong"] == [] and found[kind]["opening"] == kind
+        assert found[kind]["missed"] == found[kind]["expected"] > 0
+        assert found[kind]["unseen"] > 0
