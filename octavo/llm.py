@@ -51,7 +51,7 @@ from octavo.engine_options import (
     from_keywords,
 )
 from octavo.errors import MEMORY_RAN_OUT, InvalidRequest, NotEnoughMemory, is_out_of_memory
-from octavo.event_streams import StreamFactory, StreamText
+from octavo.stream_factory import StreamFactory, StreamText
 from octavo.generation_config import default_sampling, read_generation_config
 from octavo.llm_metrics import Metric, RequestTotals
 from octavo.memory_planner import check_memory
