@@ -20,7 +20,7 @@ import torch
 
 from octavo.config import DTYPE_BYTES, EMBEDDED, ModelConfig
 from octavo.errors import ModelError, ModelNotFound
-from octavo.model import embedded, foreign, foreign_fp8, quant, quantized
+from octavo.model import embedded, prequantized, prequantized_fp8, quant, quantized
 from octavo.model.base import CausalLM, Formats, build
 from octavo.model.checkpoint import Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
@@ -71,7 +71,7 @@ def _open_directory(path: Path, weights: bool) -> Checkpoint:
             isinstance(quantization_config, dict)
             and quantization_config.get("quant_method") == quantized.METHOD
         )
-        join = quantized.joined if is_ours else foreign.joined
+        join = quantized.joined if is_ours else prequantized.joined
         checkpoint.tensors = join(checkpoint.tensors, checkpoint.config, checkpoint.source)
     return checkpoint
 
@@ -364,7 +364,7 @@ def load_model(
 def check_stored(asked: str | None, checkpoint: Checkpoint) -> str | None:
     """Return the format to load in. vLLM's name of a stored format must be the checkpoint's."""
     config = checkpoint.config.get("quantization_config")
-    if asked == "fp8" and isinstance(config, dict) and foreign_fp8.is_fp8(config):
+    if asked == "fp8" and isinstance(config, dict) and prequantized_fp8.is_fp8(config):
         return "auto"  # The checkpoint's own codes and scales, without rounding them again.
     if asked not in STORED_METHODS:
         return asked

@@ -1,6 +1,6 @@
 """Reads checkpoints that other programs quantised to 4 bits: GPTQ, AWQ and compressed-tensors.
 
-Checkpoints of fp8 weights are read by octavo.model.foreign_fp8.
+Checkpoints of fp8 weights are read by octavo.model.prequantized_fp8.
 
     GPTQ                 qweight [in / 8, out], qzeros [groups, out / 8], scales [groups, out],
                          g_idx [in]
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.model import foreign_fp8, quant
+from octavo.model import prequantized_fp8, quant
 from octavo.model.checkpoint import StoredTensor
-from octavo.model.foreign_fp8 import want as _want
+from octavo.model.prequantized_fp8 import want as _want
 from octavo.ops.weight import QuantWeight, WeightFormat
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the positions of the outputs 0 to 7 in an int32
@@ -51,8 +51,8 @@ def joined(
     quantization_config = config.get("quantization_config")
     if not isinstance(quantization_config, dict) or "quant_method" not in quantization_config:
         return tensors
-    if foreign_fp8.is_fp8(quantization_config):
-        return foreign_fp8.joined(tensors, quantization_config, source)
+    if prequantized_fp8.is_fp8(quantization_config):
+        return prequantized_fp8.joined(tensors, quantization_config, source)
     scheme = _scheme(quantization_config, f"{source}/config.json")
     result = dict(tensors)
     for name in tensors:
