@@ -48,7 +48,7 @@ from octavo.model.load import (
     outline,
 )
 from octavo.model.tensor_parallel import divide_all
-from octavo.model.tied import parse_checkpoint
+from octavo.model.tied_weights import parse_checkpoint
 from octavo.model.weight_summary import summarize_weights
 from octavo.ops.backends import select
 from octavo.ops.cpu.cpu_decoder import are_whole_vectors

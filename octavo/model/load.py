@@ -24,9 +24,9 @@ from octavo.model import embedded, prequantized, prequantized_fp8, quant, quanti
 from octavo.model.base import CausalLM, Formats, build
 from octavo.model.checkpoint import Checkpoint, open_directory
 from octavo.model.gguf import open_gguf
-from octavo.model.match import match_tensors
+from octavo.model.tensor_matching import match_tensors
 from octavo.model.tensor_parallel import divide_all
-from octavo.model.tied import parse_checkpoint
+from octavo.model.tied_weights import parse_checkpoint
 from octavo.model_files import CHOICES, find_model_files
 from octavo.ops import Ops
 from octavo.ops.cpu.cpu_features import instruction_set

@@ -23,8 +23,8 @@ from octavo.errors import CheckpointError
 from octavo.model import quant
 from octavo.model.base import build
 from octavo.model.checkpoint import Checkpoint, StoredTensor
-from octavo.model.match import match_tensors
-from octavo.model.tied import parse_checkpoint
+from octavo.model.tensor_matching import match_tensors
+from octavo.model.tied_weights import parse_checkpoint
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import QuantWeight, WeightFormat
 
