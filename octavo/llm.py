@@ -51,7 +51,6 @@ from octavo.engine_options import (
     from_keywords,
 )
 from octavo.errors import MEMORY_RAN_OUT, InvalidRequest, NotEnoughMemory, is_out_of_memory
-from octavo.stream_factory import StreamFactory, StreamText
 from octavo.generation_config import default_sampling, read_generation_config
 from octavo.llm_metrics import Metric, RequestTotals
 from octavo.memory_planner import check_memory
@@ -83,6 +82,7 @@ from octavo.request_loop import RequestLoop, no_garbage_collection
 from octavo.runner.drafter import Drafter
 from octavo.runner.ranks import Ranks
 from octavo.runner.runner import Runner
+from octavo.stream_factory import StreamFactory, StreamText
 from octavo.text.guide import Guides
 from octavo.text.reasoning import detect_style, opened
 from octavo.text.replay_guide import ReplayGuide

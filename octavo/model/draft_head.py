@@ -31,8 +31,8 @@ from octavo.model.decoder import ACTIVATIONS, TransformerLayer, head_sizes, rope
 from octavo.model.fields import Fields
 from octavo.model.layers import Linear, norm_weight, pack_weights
 from octavo.model.load import choose_formats, load_weights, open_checkpoint, outline
-from octavo.model.tensor_matching import match_tensors
 from octavo.model.rope import rope_table
+from octavo.model.tensor_matching import match_tensors
 from octavo.ops import ForwardBatch, Ops, Span
 from octavo.ops.fused_spec import DecoderSpec, DraftHeadSpec, FusedDraftHead
 from octavo.ops.kv import KV

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable
 
-from octavo.text.chains import Definition, chain_depths
+from octavo.text.definition_depth import Definition, chain_depths
 from octavo.text.ebnf import ebnf_to_lark, is_ebnf
 from octavo.text.schema import MAX_DEPTH
 from octavo.text.spec_errors import SpecError

@@ -24,7 +24,7 @@ from typing import Any
 
 from octavo.errors import GuideError, InvalidRequest
 from octavo.params import SamplingParams, StructuredOutputs
-from octavo.text.digits import DigitLimit
+from octavo.text.digit_limit import DigitLimit
 from octavo.text.ebnf import literal
 from octavo.text.grammar import prepare_grammar
 from octavo.text.reasoning_guide import ReasoningGuide

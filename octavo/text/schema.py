@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from octavo.text.chains import Definition, chain_depths
+from octavo.text.definition_depth import Definition, chain_depths
 from octavo.text.spec_errors import SpecError
 
 # llguidance reads at most 128 levels of JSON, and adds a few levels around a schema.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.errors import InvalidRequest
-from octavo.text.digits import DigitTokens
+from octavo.text.digit_limit import DigitTokens
 from octavo.text.tokenizer import Tokenizer
 
 # A vocabulary must have these bytes as tokens. Some vocabularies lack a few control characters.

@@ -17,8 +17,8 @@ from octavo.errors import OctavoError
 from octavo.model.base import import_plugins
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.load import choose_formats, outline
-from octavo.model.tensor_matching import match_tensors
 from octavo.model.rope import rope_table
+from octavo.model.tensor_matching import match_tensors
 from octavo.model.tied_weights import parse_checkpoint
 from octavo.ops.reference import ReferenceOps
 from octavo.text.tokenizer import Tokenizer

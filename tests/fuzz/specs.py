@@ -8,8 +8,8 @@ from typing import Any
 
 from octavo.errors import InvalidRequest
 from octavo.params import StructuredOutputs
+from octavo.text.spec_trial import try_spec
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.trial import try_spec
 from octavo.text.vocabulary import Vocabulary, make_vocabulary
 from tests.fuzz.front import tokenizer_directory
 from tests.tiny_tokenizer import EOS, VOCAB

@@ -20,7 +20,7 @@ import tokenizers
 
 from octavo.errors import GuideError, InvalidRequest
 from octavo.params import StructuredOutputs
-from octavo.text import Tokenizer, trial
+from octavo.text import Tokenizer, spec_trial
 from octavo.text import guide as module
 from octavo.text.detokenize import BYTE_OF_CHARACTER
 from octavo.text.guide import Guides
@@ -552,19 +552,19 @@ def test_a_trial_has_stack_to_spare(
 ) -> None:
     """A quarter of its stack, and a sixteenth of what guides are compiled with, is enough for
     everything that is let in."""
-    assert trial.STACK_BYTES * 4 <= module.STACK_BYTES
-    monkeypatch.setattr(trial, "STACK_BYTES", trial.STACK_BYTES // 4)
+    assert spec_trial.STACK_BYTES * 4 <= module.STACK_BYTES
+    monkeypatch.setattr(spec_trial, "STACK_BYTES", spec_trial.STACK_BYTES // 4)
     spec = (
         StructuredOutputs(grammar=size) if isinstance(size, str) else StructuredOutputs(json=size)
     )
-    trial.try_spec(make_vocabulary(embedded, embedded.vocab_size, (2,)), spec)
+    spec_trial.try_spec(make_vocabulary(embedded, embedded.vocab_size, (2,)), spec)
 
 
 def test_a_trial_refuses_what_compiling_refuses(embedded: Tokenizer) -> None:
     vocabulary = make_vocabulary(embedded, embedded.vocab_size, (2,))
-    trial.try_spec(vocabulary, StructuredOutputs(json=OBJECT))
+    spec_trial.try_spec(vocabulary, StructuredOutputs(json=OBJECT))
     with pytest.raises(InvalidRequest, match="unclosed group") as caught:
-        trial.try_spec(vocabulary, StructuredOutputs(regex="a("))
+        spec_trial.try_spec(vocabulary, StructuredOutputs(regex="a("))
     assert caught.value.code == "invalid_structured_output"
 
 
@@ -579,9 +579,9 @@ def test_a_trial_follows_texts_and_lets_pass_what_may_fail_later(
         lambda self, token: (followed.append(token), accept(self, token))[1],
     )
     vocabulary = make_vocabulary(embedded, embedded.vocab_size, (2,))
-    trial.try_spec(vocabulary, StructuredOutputs(regex="[a-z]{500}"))
-    assert len(followed) == trial.WALKS_PER_SPEC * trial.TOKENS_PER_WALK
-    trial.try_spec(vocabulary, StructuredOutputs(regex=r"(?:[\s\S]{0,50}[a-z]){0,200}"))
+    spec_trial.try_spec(vocabulary, StructuredOutputs(regex="[a-z]{500}"))
+    assert len(followed) == spec_trial.WALKS_PER_SPEC * spec_trial.TOKENS_PER_WALK
+    spec_trial.try_spec(vocabulary, StructuredOutputs(regex=r"(?:[\s\S]{0,50}[a-z]){0,200}"))
 
 
 def test_what_takes_too_long_is_refused_and_others_are_compiled_meanwhile(

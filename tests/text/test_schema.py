@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octavo.text.chains import Definition, chain_depths
+from octavo.text.definition_depth import Definition, chain_depths
 from octavo.text.schema import (
     MAX_DEPTH,
     MAX_NESTING,

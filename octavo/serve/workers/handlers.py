@@ -290,7 +290,7 @@ def decode_ids(context: Context, job: Decode) -> str:
 
 
 def compile_guide(context: Context, job: Compile) -> None:
-    from octavo.text.trial import try_spec
+    from octavo.text.spec_trial import try_spec
 
     try_spec(context.vocabulary, job.spec)
 
