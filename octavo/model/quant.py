@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import CheckpointError, InvalidRequest
-from octavo.ops.activations import E4M3_MAX
+from octavo.ops.fp8_linear import E4M3_MAX
 from octavo.ops.weight import QuantWeight, WeightFormat
 
 GROUPS = (32, 64, 128)

@@ -21,7 +21,7 @@ from octavo.ops import (
     ForwardBatch,
     SamplingColumns,
     Watched,
-    activations,
+    fp8_linear,
 )
 from octavo.ops.collectives import Collectives, SingleRank
 from octavo.ops.fused_spec import (
@@ -73,7 +73,7 @@ class ReferenceOps:
             output = torch.cat([self.linear(hidden, part) for part in weight.parts], 1)
             output = output if bias is None else output + bias
         elif isinstance(weight, QuantWeight) and rounds_activations(weight.format):
-            output = activations.linear(hidden, weight, bias)
+            output = fp8_linear.linear(hidden, weight, bias)
         else:
             output = F.linear(hidden, dense(weight, hidden.dtype), bias)
         return output if residual is None else output + residual

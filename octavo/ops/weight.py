@@ -26,7 +26,7 @@ class WeightFormat(NamedTuple):
     asymmetric: bool = False  # each group has a minimum
     is_float: bool = False  # codes are e4m3 floats: 8 bits, whole rows or groups of 128 inputs
     # Integers: a backend may quantise activations to 8 bits, with one scale for each row, if that
-    # is faster. Floats: every backend rounds activations to e4m3 (octavo.ops.activations).
+    # is faster. Floats: every backend rounds activations to e4m3 (octavo.ops.fp8_linear).
     quantizes_activations: bool = False
     float32_scales: bool = False  # scales and minima are float32 instead of float16
     static_activations: bool = False  # the weight has the scale of its activations: floats only

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.model import quant
 from octavo.model.dequant import CODED
-from octavo.ops.activations import round_activations
+from octavo.ops.fp8_linear import round_activations
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import JoinedWeight, QuantWeight, WeightFormat, rounds_activations
 from tests.conftest import DEVICE

@@ -26,7 +26,7 @@ from torch import Tensor
 from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inputs
 
 # Rows of a block that the library may compute. The numbers up to 640 are those of CUDA graphs
-# (octavo/runner/shapes.py), so that a graph has no padding.
+# (octavo/runner/graph_shapes.py), so that a graph has no padding.
 LIBRARY_ROWS = (*range(64, 256, 16), *range(256, 641, 32), 768, 1024, 1536, 2048)
 # Settings of torch.backends.cuda.matmul.
 REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")

@@ -1,7 +1,7 @@
 """Products of 8-bit weights with 8-bit activations, integers or e4m3 floats.
 
 Each row of activations has a scale of its own. For e4m3 weights in groups of 128 inputs, each group
-of a row has one. octavo.ops.activations defines the rounding to e4m3.
+of a row has one. octavo.ops.fp8_linear defines the rounding to e4m3.
 """
 
 from __future__ import annotations
