@@ -63,12 +63,12 @@ from octavo.ops.kv import CODES, dtype_name
 from octavo.runner.canary import Canary
 from octavo.runner.disk import Disk
 from octavo.runner.drafter import Drafter, DraftModel, EarlyExit
+from octavo.runner.graph_shapes import RunnerLimits, held_logits
 from octavo.runner.head_drafter import HeadDrafter
 from octavo.runner.kvstore import KVStore
 from octavo.runner.logits_processors import LogitsPipeline, load_processors
 from octavo.runner.ranks import RankedRunner, Ranks
 from octavo.runner.runner import Runner
-from octavo.runner.shapes import RunnerLimits, held_logits
 from octavo.runner.tier_store import TierStore
 from octavo.text.tokenizer import Tokenizer
 

@@ -111,7 +111,7 @@ def activation_bytes(model: ModelConfig, schedule: ScheduleConfig, dtype: str) -
 
 def graph_bytes(model: ModelConfig, rows: int, dtype: str) -> int:
     """Bytes that CUDA graphs hold after capture: rows of logits
-    (octavo.runner.shapes.held_logits)."""
+    (octavo.runner.graph_shapes.held_logits)."""
     return rows * model.vocab_size * DTYPE_BYTES[dtype]
 
 

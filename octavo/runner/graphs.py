@@ -33,15 +33,15 @@ from octavo.ops.triton.step_inputs import advance, copy_to_host
 from octavo.runner.batch import ForwardResult, gather, last_tokens, lay_out_padded
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.drafter import Drafter, Observed
-from octavo.runner.kvstore import KVStore
-from octavo.runner.sampler import choose
-from octavo.runner.shapes import (
+from octavo.runner.graph_shapes import (
     GraphShape,
     RunnerLimits,
     decode_sizes,
     mixed_shapes,
     verify_shapes,
 )
+from octavo.runner.kvstore import KVStore
+from octavo.runner.sampler import choose
 from octavo.runner.verification import (
     changes_slots,
     compute_rows,

@@ -24,6 +24,7 @@ from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.canary import Canary
 from octavo.runner.cpu_steps import CpuSteps
 from octavo.runner.drafter import Drafter, Observed
+from octavo.runner.graph_shapes import GraphShape, RunnerLimits
 from octavo.runner.kvstore import KVStore
 from octavo.runner.logits_processors import LogitsPipeline
 from octavo.runner.sampler import (
@@ -34,7 +35,6 @@ from octavo.runner.sampler import (
     choose,
     logprobs_of,
 )
-from octavo.runner.shapes import GraphShape, RunnerLimits
 from octavo.runner.staging import StepTimer
 from octavo.runner.tier_store import TierStore
 from octavo.runner.transfer import Download, Upload, copy_async

@@ -12,7 +12,7 @@ from octavo.cli.commands import application
 from octavo.errors import OctavoError
 from octavo.ops.cpu.cpu_features import instruction_set
 from octavo.runner import graphs
-from octavo.runner.shapes import GraphShape
+from octavo.runner.graph_shapes import GraphShape
 
 GIB = 2**30
 with_kernels = pytest.mark.skipif(isinstance(instruction_set(), str), reason="no CPU kernels here")

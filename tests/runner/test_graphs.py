@@ -34,9 +34,9 @@ from tests.model.test_draft_head import random_tensors, write_head
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps
 from octavo.ops.triton.invariant_triton import InvariantTritonOps
-from octavo.runner import shapes
+from octavo.runner import graph_shapes
+from octavo.runner.graph_shapes import GraphShape, RunnerLimits, decode_sizes, held_logits
 from octavo.runner.graphs import StepGraph, StepGraphs
-from octavo.runner.shapes import GraphShape, RunnerLimits, decode_sizes, held_logits
 
 pytestmark = pytest.mark.parity
 BLOCK = 4
@@ -141,8 +141,8 @@ class WithoutCapture(StepGraphs):
 def test_graphs_compute_the_same_as_eager_steps(
     decoding: list[int], kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shapes, "PIGGYBACK_DECODING", decoding)
-    monkeypatch.setattr(shapes, "PIGGYBACK_SIZES", [7])
+    monkeypatch.setattr(graph_shapes, "PIGGYBACK_DECODING", decoding)
+    monkeypatch.setattr(graph_shapes, "PIGGYBACK_SIZES", [7])
     if DEVICE == "cpu":  # pinned memory is CUDA's
         plain = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
@@ -167,8 +167,8 @@ def test_padding_changes_no_bit_with_batch_invariant_operators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The KV of graphs and of eager steps is the same, bit for bit, and so are hidden states."""
-    monkeypatch.setattr(shapes, "PIGGYBACK_DECODING", [2])
-    monkeypatch.setattr(shapes, "PIGGYBACK_SIZES", [7])
+    monkeypatch.setattr(graph_shapes, "PIGGYBACK_DECODING", [2])
+    monkeypatch.setattr(graph_shapes, "PIGGYBACK_SIZES", [7])
     if DEVICE == "cpu":  # pinned memory is CUDA's
         plain = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
