@@ -23,8 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from octavo.bench.claims import figures_text
 from octavo.bench.picture import svg
-from octavo.bench.seeds import figures_text
 from octavo.bench.views import ResultTable, markdown, source_line, view_of
 
 ROOT = Path(__file__).parent.parent
@@ -172,8 +172,8 @@ def compare(results: list[Result]) -> str:
     return page_table([*columns, "memory, MiB"], rows, results)
 
 
-def seeds(results: list[Result]) -> str:
-    """Return the claims of `octavo bench seeds`, with a column for each machine."""
+def claims(results: list[Result]) -> str:
+    """Return the claims of `octavo bench claims`, with a column for each machine."""
     machines = []
     by_claim: dict[str, Result] = {}
     for result in results:
@@ -235,7 +235,7 @@ def vllm_tests(results: list[Result]) -> str:
 KINDS: dict[str, Callable[[list[Result]], str]] = {
     "view": view,
     "compare": compare,
-    "seeds": seeds,
+    "claims": claims,
     "throughput": throughput,
     "latency": latency,
     "router-latency": router_latency,

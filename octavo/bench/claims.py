@@ -59,15 +59,15 @@ class Finding(NamedTuple):
         return f"{self.name} {self.value:,.{decimals}f}{space}{self.unit}"
 
 
-class SeedClaim(NamedTuple):
+class EngineClaim(NamedTuple):
     claim: str
     really: str
     fair_run: str
-    measure: Callable[[SeedBench], list[Finding]]
+    measure: Callable[[ClaimBench], list[Finding]]
     needs: tuple[str, ...] = ()  # packages
 
 
-class SeedBench:
+class ClaimBench:
     """Measures claims on this machine."""
 
     def __init__(self, run: BenchRun, options: EngineOptions, rounds: int = 3):
@@ -89,7 +89,7 @@ class SeedBench:
                 self.run.skip(name, str(error))
                 continue
             self.run.add_row(
-                seed=name,
+                name=name,
                 claim=claim.claim,
                 really=claim.really,
                 fair_run=claim.fair_run,
@@ -106,7 +106,7 @@ class SeedBench:
 # ---- the claims ----------------------------------------------------------------------------------
 
 
-def batching(bench: SeedBench) -> list[Finding]:
+def batching(bench: ClaimBench) -> list[Finding]:
     llm = bench.load(
         "tinyllama-1.1b", max_num_seqs=4, max_model_len=256, enable_prefix_caching=False
     )
@@ -141,7 +141,7 @@ def failing_server() -> Iterator[int]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def serving(bench: SeedBench) -> list[Finding]:
+def serving(bench: ClaimBench) -> list[Finding]:
     load = Load(
         port=0,
         clients=CLIENTS,
@@ -154,7 +154,7 @@ def serving(bench: SeedBench) -> list[Finding]:
     )
     findings = []
     distinct = DISTINCT_REQUESTS[pick_device(bench.options.device).type]
-    with tempfile.TemporaryDirectory(prefix="octavo-seeds-") as directory:
+    with tempfile.TemporaryDirectory(prefix="octavo-claims-") as directory:
         write_directory(SHAPES["gpt2"], Path(directory))
         options = replace(bench.options, max_num_seqs=64, max_model_len=1024, load_format="dummy")
         with server(directory, options) as running:
@@ -187,7 +187,7 @@ def serving(bench: SeedBench) -> list[Finding]:
     return findings
 
 
-def window_batching(bench: SeedBench) -> list[Finding]:
+def window_batching(bench: ClaimBench) -> list[Finding]:
     base = bench.load("gpt2", max_num_seqs=8, max_model_len=512, enable_prefix_caching=False)
     generator = random.Random(0)
     jobs = [
@@ -211,7 +211,7 @@ def window_batching(bench: SeedBench) -> list[Finding]:
     ]
 
 
-def prefix_cache(bench: SeedBench) -> list[Finding]:
+def prefix_cache(bench: ClaimBench) -> list[Finding]:
     generator = random.Random(0)
     shared = [generator.randrange(1000) for _ in range(SHARED_PREFIX)]
     jobs = [Job(shared + [generator.randrange(1000) for _ in range(8)], 1) for _ in range(4)]
@@ -240,7 +240,7 @@ def prefix_cache(bench: SeedBench) -> list[Finding]:
     ]
 
 
-def speculation(bench: SeedBench) -> list[Finding]:
+def speculation(bench: ClaimBench) -> list[Finding]:
     llm = bench.load(None, max_num_seqs=4, max_model_len=1024, num_gpu_blocks_override=512)
     methods = {
         f"K={drafts}, exit {label}": f"early_exit,layer={layer},k={drafts},adaptive=no"
@@ -248,7 +248,7 @@ def speculation(bench: SeedBench) -> list[Finding]:
         for drafts in (4, 2)
     }
     methods_read = {
-        name: measure_speculation.parse_method("seeds", text) for name, text in methods.items()
+        name: measure_speculation.parse_method("claims", text) for name, text in methods.items()
     }
     grid = measure_speculation.measure(llm, methods_read, [Case("chat", 1, 0.0)], 50, bench.rounds)
     findings = []
@@ -259,14 +259,14 @@ def speculation(bench: SeedBench) -> list[Finding]:
             Finding("accepted", 100 * (record["acceptance"] or 0.0), "%"),
         ]
     working = {
-        "suffix drafts on texts that repeat": measure_speculation.parse_method("seeds", "suffix")
+        "suffix drafts on texts that repeat": measure_speculation.parse_method("claims", "suffix")
     }
     (best,) = measure_speculation.measure(llm, working, [Case("copy", 1, 0.0)], 50, bench.rounds)
     findings.append(Finding(best["method"], best["ratio"]["median"], "x"))
     return findings
 
 
-def single_stream(bench: SeedBench) -> list[Finding]:
+def single_stream(bench: ClaimBench) -> list[Finding]:
     llm = bench.load("qwen3-1.7b", max_num_seqs=1, max_model_len=2048, enable_prefix_caching=False)
     tokens = LONG_REPLY[llm.device.type]
     job = Job([7] * 128, tokens)
@@ -281,14 +281,14 @@ def single_stream(bench: SeedBench) -> list[Finding]:
 
 
 SERVER_PACKAGES = ("starlette", "uvicorn", "msgspec")
-CLAIMS: dict[str, SeedClaim] = {
-    "batching": SeedClaim(
+CLAIMS: dict[str, EngineClaim] = {
+    "batching": EngineClaim(
         "4 requests of 32 tokens in one batch are 3.1 times as fast as one after another",
         "TinyLlama in float32 on a laptop's CPU, one run; 1.83 times on an RTX 4060",
         "TinyLlama's shape, the same four prompts, both sides in turn",
         batching,
     ),
-    "serving": SeedClaim(
+    "serving": EngineClaim(
         "1,308 requests/s and 39,239 tok/s with 50 clients, 500 requests of 30 tokens on a CPU; "
         "p50 16 ms, p95 264 ms",
         "the client ignored HTTP statuses and multiplied requests by max_tokens; the first honest "
@@ -297,26 +297,26 @@ CLAIMS: dict[str, SeedClaim] = {
         serving,
         SERVER_PACKAGES,
     ),
-    "window batching": SeedClaim(
+    "window batching": EngineClaim(
         "a batching window of 20 ms and 8 requests gives up to 8 times the throughput",
         "not measured",
         "GPT-2's shape, 8 clients that send one request after another",
         window_batching,
     ),
-    "prefix cache": SeedClaim(
+    "prefix cache": EngineClaim(
         "a prefix of 129 tokens in 4 requests: prefill 2 times as fast, 63.2% hits",
         "an RTX 4060; nothing was kept after a request had ended",
         "TinyLlama's shape, all four at once, and once more after they have ended",
         prefix_cache,
     ),
-    "speculation": SeedClaim(
+    "speculation": EngineClaim(
         "early exit: K=4 after 8 layers 0.46x, K=2 after 8 0.65x, K=4 after 18 0.59x, K=2 after "
         "18 0.78x",
         "TinyLlama, one prompt, 50 tokens, one run; 1% to 38% of the drafts were accepted",
         "the embedded model with the same fractions of its layers, greedy, chat prompts",
         speculation,
     ),
-    "single stream": SeedClaim(
+    "single stream": EngineClaim(
         "TTFT, ITL, tok/s and memory of Qwen3-1.7B, 1,024 tokens, batch 1",
         "no figures were published",
         "Qwen3-1.7B's shape, a prompt of 128 tokens",
@@ -346,7 +346,7 @@ def panels(result: Result) -> list[Panel]:
     for row in result["rows"]:
         for finding in row["findings"]:
             if finding["unit"].startswith("x"):
-                names.append(f"{row['seed']}: {finding['name']}")
+                names.append(f"{row['name']}: {finding['name']}")
                 values.append(finding["value"])
     return [bars("Fair runs of the claims", names, {"ratio": values}, "x", width=760)]
 

@@ -25,7 +25,7 @@ VIEWS = {
     "decoding": "octavo.bench.decoding",
     "transports": "octavo.bench.transports",
     "serve": "octavo.bench.measure_serve",
-    "seeds": "octavo.bench.seeds",
+    "claims": "octavo.bench.claims",
     "throughput": "octavo.bench.throughput",
     "latency": "octavo.bench.latency",
     "quant": "octavo.bench.measure_quant",

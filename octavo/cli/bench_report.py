@@ -1,4 +1,4 @@
-"""`octavo bench seeds` and `octavo bench report`."""
+"""`octavo bench claims` and `octavo bench report`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from octavo.cli.terminal import say
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
-SEEDS = bench_options()
+CLAIM_OPTIONS = bench_options()
 
 
 @app.command()
 @command
-def seeds(
+def claims(
     claims: Annotated[
         str | None,
         option("Claims to repeat, separated by commas. Default: all.", None, "NAME,..."),
@@ -27,11 +27,11 @@ def seeds(
     repeat: Rounds = 3,
     picture: Picture = None,
     output: Output = None,
-    engine: EngineOptions = SEEDS,
+    engine: EngineOptions = CLAIM_OPTIONS,
 ) -> None:
     """Repeat the headline claims of five small engines under fair conditions."""
+    from octavo.bench.claims import CLAIMS, ClaimBench
     from octavo.bench.result_file import BenchRun
-    from octavo.bench.seeds import CLAIMS, SeedBench
     from octavo.cli.progress import Steps
 
     names = claims.split(",") if claims else list(CLAIMS)
@@ -39,14 +39,14 @@ def seeds(
         raise InvalidRequest(
             f"unknown claim {', '.join(unknown)}: use {', '.join(CLAIMS)}", "claims"
         )
-    run = BenchRun("seeds", output)
+    run = BenchRun("claims", output)
     with bench_session(run, picture), Steps() as progress:
         task = progress.add_task("starting", total=len(names))
 
         def advance(name: str) -> None:
             progress.update(task, description=name, advance=1)
 
-        SeedBench(run, engine, repeat).measure(names, advance)
+        ClaimBench(run, engine, repeat).measure(names, advance)
 
 
 @app.command()

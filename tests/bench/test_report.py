@@ -1,4 +1,4 @@
-"""`octavo bench report` and `octavo bench seeds`."""
+"""`octavo bench report` and `octavo bench claims`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from octavo.bench import seeds
+from octavo.bench import claims
+from octavo.bench.claims import CLAIMS, ClaimBench, EngineClaim, Finding
 from octavo.bench.report import write_report
 from octavo.bench.result_file import BenchRun
-from octavo.bench.seeds import CLAIMS, Finding, SeedBench, SeedClaim
 from octavo.cli import app
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
@@ -26,8 +26,8 @@ def write(path: Path, bench: str, rows: list[dict[str, Any]], **facts: Any) -> N
         run.add_row(**row)
 
 
-SEED_ROW = {
-    "seed": "batching",
+CLAIM_ROW = {
+    "name": "batching",
     "claim": "3.1 times & more",
     "really": "one run",
     "fair_run": "both sides in turn",
@@ -36,7 +36,7 @@ SEED_ROW = {
 
 
 def test_a_page_has_every_result_and_needs_nothing_else(tmp_path: Path) -> None:
-    write(tmp_path / "a.json", "seeds", [SEED_ROW])
+    write(tmp_path / "a.json", "claims", [CLAIM_ROW])
     (tmp_path / "b.json").write_text('{"bench": "unheard of"}')
     (tmp_path / "c.json").write_text("{")
     count, left_out = write_report([tmp_path], tmp_path / "report.html")
@@ -62,13 +62,13 @@ def test_what_cannot_be_shown_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
-    write(tmp_path / "a.json", "seeds", [SEED_ROW])
+    write(tmp_path / "a.json", "claims", [CLAIM_ROW])
     target = tmp_path / "r.html"
     result = CliRunner().invoke(app, ["bench", "report", str(tmp_path), "--out", str(target)])
     assert result.exit_code == 0 and "1 results" in result.output and target.exists()
 
 
-# ---- seeds -------------------------------------------------------------------------------------
+# ---- claims ------------------------------------------------------------------------------------
 
 
 def test_every_claim_is_complete() -> None:
@@ -78,24 +78,24 @@ def test_every_claim_is_complete() -> None:
 
 
 def test_a_claim_that_needs_more_packages_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(bench: SeedBench) -> list[Finding]:
+    def measure(bench: ClaimBench) -> list[Finding]:
         return [Finding("ratio", 2.0, "x"), Finding("speed", 1234.5, "tok/s")]
 
-    monkeypatch.setitem(CLAIMS, "good", SeedClaim("c", "r", "f", measure))
-    monkeypatch.setitem(CLAIMS, "bad", SeedClaim("c", "r", "f", measure, ("no_such_package",)))
-    run = BenchRun("seeds")
-    SeedBench(run, EngineOptions()).measure(["good", "bad"])
+    monkeypatch.setitem(CLAIMS, "good", EngineClaim("c", "r", "f", measure))
+    monkeypatch.setitem(CLAIMS, "bad", EngineClaim("c", "r", "f", measure, ("no_such_package",)))
+    run = BenchRun("claims")
+    ClaimBench(run, EngineOptions()).measure(["good", "bad"])
     run.finish()
     assert run.result["partial"] and run.result["skipped"] == {
         "bad": "not installed: no_such_package"
     }
-    assert seeds.figures_text(run.rows[0]) == "ratio 2.00x; speed 1,234 tok/s"
+    assert claims.figures_text(run.rows[0]) == "ratio 2.00x; speed 1,234 tok/s"
 
 
 def test_the_way_of_counting_of_a_claim_counts_failures() -> None:
     from octavo.bench.http_load import Load, measure
 
-    with seeds.failing_server() as port:
+    with claims.failing_server() as port:
         found = measure(Load(port=port, clients=2, requests=10, tokens=3, prompt="x"))
     assert found["statuses"] == {"500": 10} and not found["good"]
     assert json.dumps(found["wrong"]) == '{"status 500": 10}'
@@ -104,7 +104,7 @@ def test_the_way_of_counting_of_a_claim_counts_failures() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["window batching", "speculation"])
 def test_a_claim_is_measured(name: str) -> None:
-    run = BenchRun("seeds")
-    SeedBench(run, EngineOptions(num_gpu_blocks_override=512), rounds=1).measure([name])
+    run = BenchRun("claims")
+    ClaimBench(run, EngineOptions(num_gpu_blocks_override=512), rounds=1).measure([name])
     (row,) = run.rows
     assert all(finding["value"] >= 0 for finding in row["findings"])
