@@ -318,8 +318,8 @@ class DiskListed(NamedTuple):
 
 
 class RehearsalEnded(NamedTuple):
-    """Steps were run to which nothing listened. Whatever follows the engine by its events must read
-    its state again."""
+    """Steps were run to which nothing listened. A listener that keeps a copy of the engine's state
+    must read it again."""
 
     number: int = 0
     step: int = 0

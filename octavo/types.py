@@ -74,7 +74,7 @@ class DiskWait(Enum):
 
     NOT_ASKED = "not asked"
     WAITING = "waiting"
-    OVER = "over"  # it does not ask again
+    OVER = "over"  # the sequence does not ask the disk again before its next preemption
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -80,7 +80,7 @@ class StepFill:
     plan: Plan
     shape: StepShape
     tokens_left: int
-    # A sequence was preempted for lack of a block, so none is admitted: no victim comes right back.
+    # A sequence was preempted for lack of a block. Nothing is admitted, or the victim might return.
     preempted: bool = False
     blocked: bool = False  # a sequence lacked blocks, so none behind it is admitted
 
@@ -209,7 +209,7 @@ class Scheduler:
                 self._finish(seq, "stop")
 
     def fail(self, plan: Plan, error: str) -> list[Output]:
-        """A step failed on the device: end every request in it. Others never share its writes."""
+        """End every request in a step that failed. No other sequence has seen its results."""
         request_ids = {seq.request.id: None for seq in self._undo(plan)}
         return [
             output
@@ -721,8 +721,8 @@ class Scheduler:
     # ---- preempt and finish ----------------------------------------------------------------------
 
     def _release(self, seq: Sequence) -> None:
-        """Free slot and blocks. Steps in flight may still write to them, because steps run in
-        order on the device."""
+        """Free slot and blocks. Steps in flight may still write to them: the device runs steps in
+        order, so a new owner overwrites this before it reads."""
         self._release_blocks(seq, 0)
         self.prefix.stop_computing(seq)
         self.queues.remove(seq)
