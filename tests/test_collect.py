@@ -52,7 +52,7 @@ def test_later_is_the_same_as_as_it_comes(tokenizer: Tokenizer, reason: str, inc
     )
 
 
-def test_a_stop_string_is_found_though_nobody_follows(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_is_found_in_a_reply_that_is_not_streamed(tokenizer: Tokenizer) -> None:
     request = Request("r", [1], SamplingParams(max_tokens=99, stop=["and"]))
     collector = Collector(request, None, tokenizer)
     met = [collector.add(Output("r", 0, [id])) for id in tokenizer.encode("this and that")[:8]]

@@ -565,7 +565,7 @@ def test_bad_options_are_refused_by_name_before_anything_is_loaded(options: dict
     assert error.value.param in options
 
 
-def test_values_beyond_32_bits_harm_nobody(llm: LLM) -> None:
+def test_values_beyond_32_bits_do_not_affect_other_requests(llm: LLM) -> None:
     good = llm.stream("good", SamplingParams(max_tokens=4, **GREEDY))
     next(good)
     huge = llm.generate(

@@ -321,7 +321,7 @@ def test_off_means_off(tmp_path: Path) -> None:
     llm.close()
 
 
-def test_memory_that_cannot_be_page_locked_is_done_without(
+def test_without_page_locked_memory_the_engine_runs_without_tiers(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     def refused(*_: Any) -> None:

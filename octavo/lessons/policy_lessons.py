@@ -68,7 +68,7 @@ FAIRNESS = Lesson(
     answer=2,
     reveal=_reveal_fairness,
     code=("octavo/core/policy.py:Fair", "octavo/core/queues.py:Queues"),
-    test="tests/core/test_policy.py::test_keys_take_turns_whoever_asks_more",
+    test="tests/core/test_policy.py::test_tenants_take_turns_whoever_sends_more",
     page="docs/scheduling.md",
     exercise="exercises/fairness.py",
 )

@@ -109,7 +109,7 @@ def test_the_oldest_exchanges_go_when_the_context_is_full(octavo: Octavo, servin
 # ---- when it cannot answer -----------------------------------------------------------------------
 
 
-def test_nobody_there(octavo: Octavo) -> None:
+def test_no_server_answers(octavo: Octavo) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     result = octavo("chat", "--url", url)
     assert (result.exit_code, result.stdout) == (2, "")

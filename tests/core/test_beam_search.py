@@ -46,7 +46,7 @@ def run(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_search_is_told_of_once_and_at_its_end(depth: int) -> None:
+def test_a_beam_search_is_reported_once_at_its_end(depth: int) -> None:
     one, other = request("a"), request("b", width=3, ignore_eos=True)
     found = run(make_engine(60, 4, rows=8, budget=16, depth=depth), one, other)
     for asked in (one, other):
@@ -117,7 +117,7 @@ def test_a_search_that_does_not_fit_at_once_goes_through_in_turns(
     assert engine.scheduler.counters.preemptions > 0
 
 
-def test_where_there_is_room_nobody_gives_way() -> None:
+def test_with_enough_room_no_beam_is_preempted() -> None:
     engine = make_engine(100, 4, rows=16, budget=64, depth=2)
     run(engine, request("a", 5), request("b", 4), plain("c"))
     assert engine.scheduler.counters.preemptions == 0

@@ -90,7 +90,7 @@ def has(pool: BlockPool, owner: str, token: int) -> bool:
     return bool(pool.find(chain_hash(root_hash(owner), content), content))
 
 
-def test_a_flood_takes_nothing_from_who_keeps_to_a_fair_share() -> None:
+def test_a_flood_takes_no_blocks_from_tenants_within_their_share() -> None:
     pool = BlockPool(10, 2)
     fill(pool, "small", *range(4))
     fill(pool, "flood", *range(100, 200))
@@ -101,7 +101,7 @@ def test_a_flood_takes_nothing_from_who_keeps_to_a_fair_share() -> None:
     pool.check([])
 
 
-def test_who_has_more_than_the_share_gives_way_to_others() -> None:
+def test_a_tenant_above_its_share_loses_blocks_to_others() -> None:
     pool = BlockPool(10, 2)
     fill(pool, "first", *range(10))
     fill(pool, "second", *range(100, 105))
@@ -137,7 +137,7 @@ def test_forgotten_blocks_have_no_owner() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nobody_within_the_share_ever_loses_a_block_to_another(seed: int) -> None:
+def test_a_tenant_within_its_share_never_loses_a_block_to_another(seed: int) -> None:
     g = random.Random(seed)
     pool, owners, held = (
         BlockPool(g.randrange(4, 40), 2),

@@ -54,14 +54,14 @@ def test_of_the_middle_the_least_attended_leaves() -> None:
     assert seq.attention_mass == [0.0, 0.9, 0.5, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_who_was_looked_at_less_often_than_it_lost_blocks() -> None:
+def test_fewer_attention_samples_than_dropped_blocks() -> None:
     seq = sequence(33)
     seq.attention_mass = [0.1]
     bounded_kv.drop_block_tokens(seq, 3, SIZE)
     assert seq.attention_mass == [0.1]
 
 
-def test_the_prompt_is_not_looked_at_whoever_computes_its_last_token() -> None:
+def test_prompt_positions_are_not_attention_samples() -> None:
     """A sequence that is forked computes it as one that decodes, the others as part of their
     prompt."""
     seq = sequence(8, prompt=8)

@@ -115,7 +115,7 @@ def test_the_earliest_deadline_comes_first_and_none_is_a_minute_away() -> None:
     assert drain(engine) == ["past", "sooner", "soon", "none", "late"]
 
 
-def test_keys_take_turns_whoever_asks_more() -> None:
+def test_tenants_take_turns_whoever_sends_more() -> None:
     engine = one_row("fair")
     for i in range(6):
         ask(engine, f"greedy {i}", tenant="greedy")
@@ -186,7 +186,7 @@ def test_what_a_key_had_is_forgotten_once_it_no_longer_matters() -> None:
 numbers = count()
 
 
-def test_who_was_served_once_does_not_wait_for_ever_new_keys() -> None:
+def test_a_served_tenant_does_not_wait_for_ever_behind_new_tenants() -> None:
     """Somebody who has had nothing yet is always there; whoever had something comes next all the
     same, in time."""
     engine = make_engine(60, 4, 2, 16, 1, policy="fair")
@@ -236,7 +236,7 @@ def test_what_a_key_left_to_others_earns_it_nothing(history: int) -> None:
 
 
 @pytest.mark.parametrize("history", [100, 801, 1600, 1607])
-def test_what_a_key_took_while_nobody_waited_is_not_held_against_it(history: int) -> None:
+def test_tokens_taken_while_no_other_tenant_waited_do_not_count(history: int) -> None:
     """Beside one that has a long reply, which is the least served all the time."""
     engine = make_engine(2000, 4, 16, 64, 1, policy="fair", max_len=3000)
     ask(engine, "long", 3, max_tokens=2900, tenant="quiet")
@@ -348,7 +348,7 @@ def test_equals_wait_for_each_other() -> None:
     assert engine.scheduler.counters.preemptions == 0
 
 
-def test_nobody_is_paused_where_it_would_not_help() -> None:
+def test_no_sequence_pauses_where_it_would_not_help() -> None:
     engine = make_engine(15, 4, rows=8, budget=64, depth=1, policy="priority")
     ask(engine, "first", 36, max_tokens=9)  # keeps 9 of 15 blocks, then more
     ask(engine, "low", 8, max_tokens=3, priority=1)
@@ -442,7 +442,7 @@ def test_equals_do_not_stand_aside() -> None:
     assert names(engine, plan) == ["first", "second"] and not plan.urgent
 
 
-def test_who_has_waited_long_enough_does_not_stand_aside() -> None:
+def test_a_sequence_that_has_waited_long_enough_does_not_pause() -> None:
     clock = Clock()
     engine = make_engine(100, 4, rows=8, budget=32, depth=1, clock=clock, policy="priority")
     ask(engine, "old", priority=1, max_tokens=20)
@@ -482,7 +482,7 @@ def test_what_has_a_deadline_is_ahead_of_what_has_none_and_not_of_others_that_ha
     ]
 
 
-def test_nobody_stands_aside_for_who_cannot_begin() -> None:
+def test_no_sequence_pauses_for_a_prompt_that_cannot_start() -> None:
     engine = make_engine(15, 4, rows=8, budget=64, depth=1, policy="priority")
     ask(engine, "first", 36, max_tokens=9)
     engine.step()

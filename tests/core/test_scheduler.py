@@ -257,7 +257,7 @@ def test_a_step_too_large_for_the_device_is_computed_in_smaller_ones(depth: int)
     assert engine.scheduler.shaper.token_cap.limit == 40
 
 
-def test_what_is_too_large_alone_is_tried_once_more_and_then_ends() -> None:
+def test_a_request_too_large_alone_is_retried_once_and_then_ends() -> None:
     engine = make_engine(60, 4, rows=4, budget=16, depth=1)
     engine.runner.memory = 3  # type: ignore[attr-defined]
     engine.add(request("large", 20))
@@ -344,7 +344,7 @@ def test_a_salt_that_cannot_be_hashed_is_refused_before_anything_changes() -> No
     assert engine.idle
 
 
-def test_logits_that_are_no_numbers_end_their_request_alone() -> None:
+def test_logits_that_are_not_finite_end_only_their_own_request() -> None:
     engine = make_engine(20, 4, 2, 16, 1)
     for name in "ab":
         engine.add(Request(name, [1, 2], SamplingParams(max_tokens=3, ignore_eos=True, seed=1)))
@@ -370,7 +370,7 @@ def test_what_a_request_without_numbers_has_computed_is_not_found_again(host: in
     scheduler.check()
 
 
-def test_full_is_who_waits_for_more_than_the_budget() -> None:
+def test_saturated_means_waiting_for_more_than_the_budget() -> None:
     engine = make_engine(8, 4, 4, 16, 1)
     for name in "abc":
         engine.add(

@@ -56,7 +56,7 @@ def test_two_at_once_share_the_steps() -> None:
     ] == pytest.approx(14)
 
 
-def test_time_passes_while_nobody_asks() -> None:
+def test_time_passes_between_requests() -> None:
     found = play([TraceEntry(0.0, 10, 1), TraceEntry(100.0, 10, 1)])
     assert found["seconds"] == pytest.approx(100.022) and found["ttft_p99_ms"] == pytest.approx(22)
 

@@ -352,7 +352,7 @@ def test_no_more_is_asked_for_than_can_go_up() -> None:
         assert len(plan.fetches) == wanted
 
 
-def test_what_cannot_go_up_is_done_without() -> None:
+def test_blocks_that_cannot_be_promoted_are_computed() -> None:
     scheduler, seq, tickets = asked(FakeDisk(slowest=1))
     scheduler.commit(scheduler.plan(), fetched(*tickets))
     assert scheduler.tiers is not None
@@ -404,7 +404,7 @@ def prefill(tokens: int) -> Plan:
     return Plan(1, items=[Item(1, 0, 0, 0, tokens, True, tokens)])
 
 
-def test_what_is_sooner_computed_is_not_loaded() -> None:
+def test_blocks_that_are_computed_faster_are_not_loaded() -> None:
     links = OffloadCosts(SIZE, load_seconds=0.1, fetch_seconds=1.0)
     assert links.loading_pays() and links.loading_pays(disk=True), (
         "nothing was measured: loading is the better guess"

@@ -434,7 +434,7 @@ def test_lesser_instruction_sets_compute_the_same(isa: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_where_kernels_cannot_be_kept_is_noticed(tmp_path: Path) -> None:
+def test_a_cache_directory_that_cannot_be_written_is_noticed(tmp_path: Path) -> None:
     """They are compiled into a directory that is gone afterwards, instead of the server's not
     starting."""
     assert writable(tmp_path / "new" / "place") and (tmp_path / "new" / "place").is_dir()

@@ -266,7 +266,7 @@ def test_choose_never_forbids_a_token() -> None:
 
 @pytest.mark.parametrize("heat", [0.0, 1.0])
 @pytest.mark.parametrize("vocab", [97, 5000])
-def test_choose_tells_where_there_is_nothing_to_choose_by(vocab: int, heat: float) -> None:
+def test_choose_returns_minus_one_for_rows_that_are_not_finite(vocab: int, heat: float) -> None:
     logits = random(5, vocab)
     logits[0], logits[1], logits[2, 7], logits[3, 90] = -torch.inf, torch.nan, torch.inf, torch.nan
     rows = torch.arange(5, dtype=torch.int32, device=DEVICE)

@@ -330,7 +330,7 @@ def test_logprobs_are_of_the_model_and_ranked() -> None:
 
 
 @pytest.mark.parametrize("scale", [3.0, 1e4])
-def test_no_parameter_makes_of_numbers_what_is_none(scale: float) -> None:
+def test_no_parameter_makes_finite_logits_infinite(scale: float) -> None:
     extremes: list[dict[str, Any]] = [
         {"repetition_penalty": 5e-324}, {"repetition_penalty": 100.0}, {"temperature": 1.1e-5}, {"temperature": 100.0},
         {"repetition_penalty": 5e-324, "temperature": 1.1e-5}, {"top_p": 5e-324}, {"min_p": 1.0}, {"top_k": 1},

@@ -119,7 +119,7 @@ def test_many_searches_beside_others(running: Running) -> None:
         assert all(pool.map(ask, range(30)))
 
 
-def test_a_search_that_nobody_waits_for_any_more_ends(running: Running) -> None:
+def test_a_beam_search_ends_when_its_request_times_out(running: Running) -> None:
     fields = {
         "prompt": PROMPT,
         "use_beam_search": True,

@@ -73,13 +73,13 @@ def test_a_tool_loop_as_openais_clients_send_it(running: Running) -> None:
         assert "malformed" in rendered(running, messages)
 
 
-def test_an_assistant_may_have_said_nothing(running: Running) -> None:
+def test_an_assistant_message_may_have_no_content(running: Running) -> None:
     messages = [*HI, {"role": "assistant", "content": None}, *HI]
     text = rendered(running, messages)
     assert text == rendered(running, [*HI, {"role": "assistant", "content": ""}, *HI])
 
 
-def test_a_role_is_the_templates_business(running: Running, strict: Running) -> None:
+def test_the_template_decides_which_roles_it_accepts(running: Running, strict: Running) -> None:
     wizard = [*HI, {"role": "wizard", "content": "Abracadabra"}]
     assert "wizard" in rendered(running, wizard)
     template = "{% for m in messages %}{% if m.role == 'wizard' %}{{ raise_exception('no wizards here') }}{% endif %}{% endfor %}"

@@ -122,7 +122,7 @@ def test_an_address_at_its_limit_closes_its_own_connections() -> None:
     assert [closed(one) for one in network] == [True, False, False], "one IPv6 network"
 
 
-def test_when_all_are_busy_a_few_more_are_told_so_and_the_rest_is_closed() -> None:
+def test_when_all_are_busy_a_few_more_get_503_and_the_rest_is_closed() -> None:
     table = ConnectionTable(Limits(connections=1))
     busy = admit(table, "10.0.0.1", ConnectionState.BUSY)
     more = [table.admit("10.0.0.2") for _ in range(REFUSALS + 1)]
@@ -133,7 +133,7 @@ def test_when_all_are_busy_a_few_more_are_told_so_and_the_rest_is_closed() -> No
     assert table.all.count == 1 and table.refused == REFUSALS - 1
 
 
-def test_a_key_has_so_many_connections() -> None:
+def test_connections_of_a_key_are_bounded() -> None:
     table = ConnectionTable(Limits(connections_per_key=2))
     alice, bob = (Key(Entry(name), name.encode()) for name in ("alice", "bob"))
     busy, idle, third, fourth = (admit(table, "10.0.0.1", ConnectionState.BUSY) for _ in range(4))
@@ -207,7 +207,7 @@ def read_reply(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["silent", "half a request", "keep-alive", "half a body"])
-def test_idle_connections_keep_nobody_out(small: Running, kind: str) -> None:
+def test_idle_connections_do_not_keep_others_out(small: Running, kind: str) -> None:
     data = {
         "silent": b"",
         "half a request": LIVEZ[:20],
@@ -237,7 +237,7 @@ def test_connections_that_are_opened_at_once_are_all_served(small: Running) -> N
             assert read_reply(connection).startswith(b"HTTP/1.1 200")
 
 
-def test_idle_websockets_keep_nobody_out(small: Running) -> None:
+def test_idle_websockets_do_not_keep_others_out(small: Running) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(12):
             stack.enter_context(ws(small, close_timeout=0.1))

@@ -110,7 +110,7 @@ def test_all_bad_requests_beside_good_ones(running: Running) -> None:
     assert len(took) > 150 and second < 1 and slowest < 3
 
 
-def test_clients_that_leave_and_bytes_that_are_no_requests(running: Running) -> None:
+def test_clients_that_disconnect_and_bytes_that_are_not_requests(running: Running) -> None:
     g = random.Random(1)
     noise = [bytes(g.randrange(256) for _ in range(g.randrange(1, 3000))) for _ in range(40)]
     good = http_request(TEXT, json.dumps(STAYING).encode())
@@ -151,7 +151,7 @@ SECRET = re.compile(
 
 
 @pytest.mark.parametrize("path", sorted(p for p in GET if "{" not in p))
-def test_no_route_tells_a_path_an_address_or_a_prompt(running: Running, path: str) -> None:
+def test_no_route_reveals_a_path_an_address_or_a_prompt(running: Running, path: str) -> None:
     running.complete(prompt="private words", max_tokens=1)
     reply = running.get(path)
     text = (
@@ -162,7 +162,7 @@ def test_no_route_tells_a_path_an_address_or_a_prompt(running: Running, path: st
     assert not SECRET.search(text), SECRET.search(text)
 
 
-def test_no_error_tells_a_path_an_address_or_a_prompt(running: Running) -> None:
+def test_no_error_reveals_a_path_an_address_or_a_prompt(running: Running) -> None:
     for path, body in bad_requests()[::2]:
         body = body.replace(b'"hi"', b'"private words"')
         reply = running.http.post(path, content=body, headers={"content-type": "application/json"})

@@ -374,7 +374,7 @@ def test_without_drafts_their_metrics_are_0() -> None:
     assert "position=" not in text
 
 
-def test_broken_books_are_written_down_and_counted_and_the_engine_goes_on(
+def test_violated_invariants_are_logged_and_counted_and_the_engine_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=200)
@@ -528,7 +528,7 @@ def test_the_front_is_told_whether_there_is_room() -> None:
     assert True in told and told[-1] is False
 
 
-def test_who_leaves_an_engine_that_rests_leaves_room() -> None:
+def test_requests_aborted_in_an_idle_engine_free_their_room() -> None:
     _, sent = run(
         [*[add(name, max_tokens=50) for name in "abcde"], None, None, Abort(list("abcde"))]
     )

@@ -63,7 +63,7 @@ def test_a_name_twice_after_very_many_others_is_found_in_linear_time(running: Ru
     "priority",
     ["9223372036854775807", "-9223372036854775808", "1.5", "true", '"1"', "NaN", "1e400", "[]"],
 )
-def test_a_priority_that_is_none(running: Running, priority: str) -> None:
+def test_an_invalid_priority_is_refused(running: Running, priority: str) -> None:
     body = f'{{"prompt": "x", "priority": {priority}}}'.encode()
     check_error(
         running.http.post(TEXT, content=body, headers=JSON),
@@ -128,7 +128,7 @@ def test_template_options_that_are_the_servers_own(running: Running, name: str) 
 
 
 @pytest.mark.parametrize("given", [2**31, 10**9, 2**63 - 1])
-def test_huge_max_tokens_are_an_upper_bound_and_told(running: Running, given: int) -> None:
+def test_huge_max_tokens_are_an_upper_bound_and_reported(running: Running, given: int) -> None:
     reply = running.post(TEXT, {"prompt": [5] * 1020, "max_tokens": given, "ignore_eos": True})
     assert reply.headers["x-max-tokens"] == "4" and reply.json()["usage"]["completion_tokens"] == 4
 
@@ -206,7 +206,7 @@ def test_a_schema(running: Running, schema: Any, code: Any) -> None:
 
 
 @pytest.mark.parametrize("schema", [False, True, None, "x", []])
-def test_a_schema_that_is_no_object(running: Running, schema: Any) -> None:
+def test_a_schema_that_is_not_an_object(running: Running, schema: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     check_error(
         running.post(CHAT, {"messages": HI, "response_format": form}),
@@ -269,7 +269,7 @@ def test_parallel_tool_calls_null_is_the_default(running: Running) -> None:
 # ---- G: the host ---------------------------------------------------------------------------------
 
 
-def test_a_blocked_event_loop_is_told_of_and_livez_answers_on_its_own_port(tmp_path: Path) -> None:
+def test_a_blocked_event_loop_is_reported_and_livez_answers_on_its_own_port(tmp_path: Path) -> None:
     port = free_port()
     with (
         server(tmp_path, ready=False, health_port=port, log_level="INFO") as front,
@@ -347,7 +347,7 @@ def test_a_deadline_in_a_stream_is_a_typed_error_before_the_end(running: Running
         check_error(reply, 504, code="deadline_exceeded")
 
 
-def test_two_who_cancel_the_same_request_and_two_of_the_same_label(running: Running) -> None:
+def test_two_clients_cancel_one_request_and_two_share_a_label(running: Running) -> None:
     """Cancelling is idempotent, ends that stream and no other, and a label that clients share never
     crosses streams."""
     body = {
@@ -388,7 +388,7 @@ def test_two_who_cancel_the_same_request_and_two_of_the_same_label(running: Runn
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_leaving_while_blocks_are_brought_back(tmp_path: Path, tier: str) -> None:
+def test_a_disconnect_while_blocks_are_loaded(tmp_path: Path, tier: str) -> None:
     """From host memory or from disk, each block slowly: blocks and slots come back, and the next
     one gets the same tokens."""
     engine = {"num_gpu_blocks_override": 40, "swap_space": 1 / 1024, "max_model_len": 512}

@@ -183,7 +183,7 @@ def test_the_replies_of_the_small_routes_come_back_as_json(context: Context) -> 
         "{% include 'x' %}",
     ],
 )
-def test_whatever_a_clients_template_does_wrong_is_told_of_the_template(
+def test_every_failure_of_a_clients_template_is_a_template_error(
     context: Context, template: str
 ) -> None:
     error = refusal(context, chat(template))

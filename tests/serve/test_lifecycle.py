@@ -165,7 +165,7 @@ def test_a_request_that_the_device_has_no_memory_for_is_tried_smaller_and_ends_a
     assert settled(mortal)["octavo:engine_steps_shrunk_total"] >= before + 2
 
 
-def test_a_hanging_step_is_written_down_and_then_ended(mortal: Running) -> None:
+def test_a_hanging_step_is_logged_and_then_ended(mortal: Running) -> None:
     with httpx.Client(base_url=mortal.url, timeout=30) as http:
         begun = time.monotonic()
         done: list[httpx.Response] = []
@@ -226,7 +226,7 @@ def test_a_server_that_was_stopped_keeps_its_engine(tmp_path: Path) -> None:
         assert "engine_stalled" not in paused.log.read_text()
 
 
-def test_a_silent_stream_says_that_it_lives(mortal: Running) -> None:
+def test_a_silent_stream_sends_keep_alive_comments(mortal: Running) -> None:
     reply = mortal.post("/v1/completions", {"prompt": [13] * 6, "stream": True})
     assert reply.text.count(": keep-alive\n\n") >= 3
     assert events(reply.text)[-1]["error"]["code"] == "engine_restarting"
@@ -359,9 +359,7 @@ def told(argv: tuple[str, ...]) -> tuple[float, float, subprocess.CompletedProce
     )
 
 
-def test_what_keeps_a_server_from_starting_is_told_in_one_line(
-    running: Running, tmp_path: Path
-) -> None:
+def test_a_server_that_cannot_start_says_why_in_one_line(running: Running, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "keys.toml").write_text("")
     model = tiny.model_dir()
@@ -469,7 +467,7 @@ def test_an_engine_that_cannot_be_started_again_just_now_is_tried_once_more() ->
     asyncio.run(run())
 
 
-def test_numbers_that_are_none_end_who_meets_them_and_nobody_else(tmp_path: Path) -> None:
+def test_results_that_are_not_finite_end_only_their_own_requests(tmp_path: Path) -> None:
     """A row of the embedding is damaged: whoever says "z" computes NaN."""
     folder = shutil.copytree(tiny.model_dir("qwen2"), tmp_path / "model")
     weights = load_file(folder / "model.safetensors")

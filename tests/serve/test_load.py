@@ -118,7 +118,7 @@ def test_a_full_queue_is_known_before_the_request_is_read() -> None:
     assert not any(owner.error for owner in owners), "nothing is refused for a body not read yet"
 
 
-def test_who_finds_a_row_does_not_wait() -> None:
+def test_requests_with_a_free_slot_do_not_count_as_waiting() -> None:
     queue = bounded(requests=2, tokens=100)
     for k in range(5):
         queue.check(1, 1, free=3)  # not yet told that any of them has begun
@@ -232,7 +232,7 @@ def test_a_burst_that_rows_and_queue_hold_is_taken(small: Running) -> None:
     assert [r.status_code for r in replies] == [200] * 6
 
 
-def test_openai_python_comes_back_by_itself(small: Running) -> None:
+def test_openai_python_retries_by_itself(small: Running) -> None:
     async def run() -> list[str]:
         async with openai.AsyncOpenAI(
             base_url=f"{small.url}/v1", api_key="x", max_retries=20
@@ -261,7 +261,7 @@ def test_too_long_in_the_queue(small: Running) -> None:
     assert small.metrics()["octavo:num_requests_waiting"] == 0
 
 
-def test_too_long_in_all(small: Running) -> None:
+def test_too_long_in_total(small: Running) -> None:
     for options in (
         {"json": {**BUSY, "timeout": 0.1}},
         {"json": BUSY, "headers": {"x-request-timeout": "0.1"}},
@@ -283,7 +283,7 @@ def test_a_bad_timeout_header(small: Running, value: str) -> None:
     )
 
 
-def test_what_can_never_fit_is_refused_at_once(small: Running) -> None:
+def test_a_request_that_can_never_fit_is_refused_at_once(small: Running) -> None:
     """The context would hold it, the KV pool would not, even when empty."""
     reply = small.post("/v1/completions", {"prompt": [1] * 700})
     check_error(reply, 400, "prompt", "kv_capacity_exceeded")

@@ -327,7 +327,7 @@ def test_truncation_happens_only_where_asked_for_and_is_told(running: Running) -
     )
 
 
-def test_a_request_brings_no_template(running: Running) -> None:
+def test_a_template_in_a_request_is_refused(running: Running) -> None:
     reply = running.post(CHAT, {"messages": HI, "chat_template": "{{ messages }}"})
     check_error(reply, 403, "chat_template")
 

@@ -410,7 +410,7 @@ def test_too_few_and_too_many_prompts(rpc: Rpc, count: int) -> None:
 @pytest.mark.parametrize(
     "data", [b"\x0a\x02\xff\xfe", b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 40, b"\x0a\x05abc"]
 )
-def test_messages_that_are_none(rpc: Rpc, data: bytes) -> None:
+def test_bytes_that_are_not_a_message(rpc: Rpc, data: bytes) -> None:
     """Text that is not UTF-8, lengths beyond the end, noise."""
     refused(lambda: rpc.raw(f"/{SERVICE}/Generate", data), Code.INVALID_ARGUMENT)
 
@@ -567,7 +567,7 @@ def test_a_channel_that_vanishes_frees_the_blocks(rpc: Rpc) -> None:
     settled(rpc.running)
 
 
-def test_a_client_that_does_not_read_is_left(rpc: Rpc) -> None:
+def test_a_client_that_does_not_read_is_disconnected(rpc: Rpc) -> None:
     narrow = grpc.insecure_channel(
         f"127.0.0.1:{rpc.port}", [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     )
@@ -598,7 +598,7 @@ def test_watchers_hear_of_a_start_and_of_the_engines_death(rpc: Rpc) -> None:
     assert rpc.stub.Generate(pb.GenerateRequest(prompt="x", max_new_tokens=1)).tokens_generated == 1
 
 
-def test_an_address_has_so_many_open_calls(rpc: Rpc) -> None:
+def test_open_calls_of_an_address_are_bounded(rpc: Rpc) -> None:
     watches = []
     with pytest.raises(grpc.RpcError) as caught:
         for _ in range(20):
@@ -723,7 +723,7 @@ def test_calls_are_bounded(locked: Rpc) -> None:
         watch.cancel()
 
 
-def test_watchers_hear_of_the_end_before_it_comes(locked: Rpc) -> None:
+def test_health_watchers_are_notified_before_the_port_closes(locked: Rpc) -> None:
     """NOT_SERVING while the port is still open; what runs is finished, what is new is refused."""
     watches = [watching(locked, name) for name in ("", SERVICE, "")]
     watches.pop().cancel()  # the others are still told

@@ -133,7 +133,7 @@ def test_a_later_level_is_served_if_ageing_takes_less_than_the_queue_timeout(
             check_error(reply, 429, code="queue_timeout")
 
 
-def test_a_key_decides_who_comes_sooner_and_a_request_may_only_come_later(tmp_path: Path) -> None:
+def test_a_key_sets_the_priority_and_a_request_may_only_lower_it(tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text(KEYS)
     engine = {
         "scheduling_policy": "priority",

@@ -145,7 +145,7 @@ def test_200_clients_leave_at_random_and_every_block_comes_back(running: Running
 
 
 @pytest.mark.parametrize(("stream", "size"), [(False, 1), (True, 1), (False, 200_000)])
-def test_who_leaves_is_noticed_at_once(running: Running, stream: bool, size: int) -> None:
+def test_a_disconnect_is_noticed_at_once(running: Running, stream: bool, size: int) -> None:
     """Whatever was asked: of a large body no more is read than is wanted, and who does not read
     sees nobody leave."""
     before = settled(running)["octavo:engine_steps_total"]
@@ -166,7 +166,7 @@ def test_who_leaves_is_noticed_at_once(running: Running, stream: bool, size: int
     assert 0 < steps < 600, "it ran, and not to its end"
 
 
-def test_leaving_between_the_last_token_and_the_end(running: Running) -> None:
+def test_a_disconnect_between_the_last_token_and_the_end(running: Running) -> None:
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", running.port)) as connection:
             connection.sendall(
@@ -229,7 +229,7 @@ def test_cancelling_by_id(running: Running) -> None:
 # ---- quick limits --------------------------------------------------------------------------------
 
 
-def test_a_client_that_does_not_read_is_left(tmp_path: Path) -> None:
+def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path) -> None:
     """Its connection is cut, its blocks come back, and others never notice."""
     with server(tmp_path, limits={"send_seconds": 0.3}) as quick:
         body = json.dumps(

@@ -52,7 +52,7 @@ NOT_JSON = {
 
 
 @pytest.mark.parametrize("body", NOT_JSON.values(), ids=NOT_JSON.keys())
-def test_a_body_that_is_no_json_object(running: Running, body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object(running: Running, body: bytes) -> None:
     begun = time.monotonic()
     check_error(
         running.http.post("/v1/completions", content=body, headers=JSON), 400, code="invalid_json"
@@ -147,7 +147,7 @@ def test_headers_without_end_are_refused_before_they_end(running: Running) -> No
     assert reply.startswith(b"HTTP/1.1 431")
 
 
-def test_bytes_that_are_no_http(running: Running) -> None:
+def test_bytes_that_are_not_http(running: Running) -> None:
     for data in (b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"\x00" * 100):
         reply = raw(running.port, data + b"\r\n\r\n")
         assert reply.startswith(b"HTTP/1.1 400") and b'"code":"invalid_http"' in reply
@@ -293,7 +293,7 @@ def test_a_thousand_pipelined_requests_are_answered_in_order(running: Running) -
     assert ids == [str(k).encode() for k in range(1000)]
 
 
-def test_pipelined_requests_hold_up_nobody(running: Running) -> None:
+def test_pipelined_requests_do_not_delay_others(running: Running) -> None:
     with (
         alive(running),
         socket.create_connection(("127.0.0.1", running.port), timeout=5) as connection,

@@ -201,7 +201,7 @@ def starts(running: Running) -> float:
     return running.metrics()["octavo:engine_starts_total"]
 
 
-def test_deep_specs_are_refused_and_cost_nobody_anything(running: Running) -> None:
+def test_deep_specs_are_refused_and_affect_no_other_request(running: Running) -> None:
     """Each of them once overflowed the stack of the engine, or was meant to."""
     before = starts(running)
     codes: dict[str, str | None] = {}
@@ -253,7 +253,7 @@ MONSTER = {
 }
 
 
-def test_a_monster_is_refused_in_time_and_holds_up_nobody(unlimited: Running) -> None:
+def test_a_spec_that_takes_too_long_is_refused_and_delays_no_other(unlimited: Running) -> None:
     with Neighbour(unlimited) as neighbour:
         begun = time.monotonic()
         reply = unlimited.post(

@@ -24,7 +24,7 @@ def memory(running: Running) -> int:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
 
 
-def test_pings_whose_answers_nobody_reads_end_the_connection(running: Running) -> None:
+def test_unread_answers_to_pings_end_the_connection(running: Running) -> None:
     for path in ("/ws/watch", "/ws/generate"):
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -44,7 +44,7 @@ def test_pings_whose_answers_nobody_reads_end_the_connection(running: Running) -
     )
 
 
-def test_a_complete_reply_that_nobody_reads_is_dropped_in_time(tmp_path: Path) -> None:
+def test_a_complete_reply_that_is_not_read_is_dropped_in_time(tmp_path: Path) -> None:
     """The connection could be used again, and stays open for that; the reply in memory does not."""
     fields = {"prompt": [[5] * 500] * 40, "max_tokens": 1, "echo": True, "logprobs": 20}
     request = http_request("/v1/completions", json.dumps(fields).encode())

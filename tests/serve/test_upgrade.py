@@ -81,7 +81,7 @@ def test_a_websocket_begins_with_get(running: Running) -> None:
     )
 
 
-def test_two_hosts_are_none(running: Running) -> None:
+def test_two_host_headers_are_refused(running: Running) -> None:
     for second in ("Host: evil.com", "Host: localhost"):
         reply = raw(
             running.port, http_request("/livez", b"", second, "Connection: close", method="GET")

@@ -317,7 +317,7 @@ def test_a_buffer_is_bounded_and_a_slow_reader_continues_at_a_snapshot() -> None
     assert size <= 100 and slow[1] == late[0] and late[0].startswith(b"snapshot 12\n")
 
 
-def test_a_watcher_that_reads_nothing_holds_up_nobody_and_is_left() -> None:
+def test_a_watcher_that_reads_nothing_delays_no_other_and_is_disconnected() -> None:
     """Its connection is full: what is sent to it never goes out."""
 
     async def run() -> tuple[int, float, int]:

@@ -83,7 +83,7 @@ FLOODS = {
 
 @pytest.mark.parametrize(("first", "repeated"), FLOODS.values(), ids=FLOODS.keys())
 @pytest.mark.parametrize("path", ["/ws/generate", "/ws/watch"])
-def test_a_flood_of_small_frames_ends_its_connection_and_holds_up_nobody(
+def test_a_flood_of_small_frames_ends_its_connection_and_delays_no_other(
     running: Running, first: bytes, repeated: bytes, path: str
 ) -> None:
     with opened(running.port, path) as connection:

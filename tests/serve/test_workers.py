@@ -241,7 +241,7 @@ def test_a_tokenizer_that_panics(faulty: Running, length: int) -> None:
     settled(faulty)
 
 
-def test_tokenizers_that_hang_starve_nobody(faulty: Running) -> None:
+def test_tokenizers_that_hang_do_not_block_other_jobs(faulty: Running) -> None:
     for _ in range(4):
         begun = time.monotonic()
         check_error(
