@@ -25,14 +25,16 @@ class CommandEntry(NamedTuple):
 
 
 COMMANDS = {
-    "chat": CommandEntry("chat_command", "chat", "Generate"),
-    "complete": CommandEntry("complete", "complete", "Generate"),
-    "serve": CommandEntry("serve_command", "serve", "Generate", takes_vllm_flags=True),
-    "run-batch": CommandEntry("run_batch_command", "run_batch", "Generate", takes_vllm_flags=True),
-    "route": CommandEntry("route_command", "route", "Generate"),
-    "plan": CommandEntry("plan", "plan", "Look"),
-    "doctor": CommandEntry("doctor", "doctor", "Look"),
-    "profile": CommandEntry("profile_command", "profile", "Look"),
+    "chat": CommandEntry("chat_command", "chat", "Generate and serve"),
+    "complete": CommandEntry("complete", "complete", "Generate and serve"),
+    "serve": CommandEntry("serve_command", "serve", "Generate and serve", takes_vllm_flags=True),
+    "run-batch": CommandEntry(
+        "run_batch_command", "run_batch", "Generate and serve", takes_vllm_flags=True
+    ),
+    "route": CommandEntry("route_command", "route", "Generate and serve"),
+    "plan": CommandEntry("plan", "plan", "Inspect"),
+    "doctor": CommandEntry("doctor", "doctor", "Inspect"),
+    "profile": CommandEntry("profile_command", "profile", "Inspect"),
     "demo": CommandEntry("demo_command", "demo", "Learn"),
     "lesson": CommandEntry("lesson_command", "lesson", "Learn"),
     "replay": CommandEntry("replay_command", "replay", "Learn"),
