@@ -223,6 +223,15 @@ class Emitter:
             ],
         )
 
+    def opaque(self, value: Value) -> Value:
+        """Return the same int64, of which LLVM does not know how it was computed.
+
+        LLVM derives the addresses of rows that are one stride apart from each other, one after
+        another. An opaque address of each row makes the loads independent.
+        """
+        signature = ir.FunctionType(i64, [i64])
+        return Value(self, self.builder.asm(signature, "", "=r,0", [value.llvm], False))
+
     # ---- control ---------------------------------------------------------------------------------
 
     @contextmanager
