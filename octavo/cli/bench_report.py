@@ -17,6 +17,7 @@ from octavo.errors import InvalidRequest
 CLAIM_OPTIONS = bench_options()
 
 
+@app.command("seeds", hidden=True)  # the name of the command before it was called claims
 @app.command()
 @command
 def claims(
