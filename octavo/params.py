@@ -168,7 +168,7 @@ class StructuredOutputs:
 
     def validate(self) -> None:
         """Check that there is one kind of the right type. Only compiling shows if it is valid."""
-        if self.json_object not in (None, True, False):
+        if not isinstance(self.json_object, bool | None):
             raise InvalidRequest(
                 f"json_object must be true or false, got {self.json_object!r:.100}",
                 "structured_outputs",
@@ -210,7 +210,7 @@ class StructuredOutputs:
 
     def _validate_options(self) -> None:
         for name in ("disable_additional_properties", "disable_any_whitespace", "disable_fallback"):
-            if getattr(self, name) not in (None, True, False):
+            if not isinstance(getattr(self, name), bool | None):
                 raise InvalidRequest(
                     f"{name} must be true or false, got {getattr(self, name)!r:.100}",
                     "structured_outputs",

@@ -21,7 +21,7 @@ from typing import Any
 from octavo.errors import InvalidRequest
 
 MAX_DEPTH = 100  # nested lists and objects
-ROLE_PATTERN = re.compile(r"[\w .-]{1,64}")
+ROLE_PATTERN = re.compile(r"[A-Za-z0-9_ .-]{1,64}")
 # A message with one of these roles must have content.
 ROLES_WITH_CONTENT = ("system", "developer", "user")
 # The types of text parts, and the member that holds the text.
@@ -65,8 +65,10 @@ def _checked_message(message: Any, location: str) -> dict[str, Any]:
     function_call = checked.pop("function_call", None)
     if role == "assistant" and function_call is not None and not tool_calls:
         tool_calls = [{"id": "call00000", "type": "function", "function": function_call}]
-    if role == "assistant" and tool_calls:
-        checked["tool_calls"] = _parsed_calls(tool_calls, f"{location}.tool_calls")
+    if role == "assistant" and tool_calls is not None:
+        parsed_calls = _parsed_calls(tool_calls, f"{location}.tool_calls")
+        if parsed_calls:
+            checked["tool_calls"] = parsed_calls
     elif tool_calls:
         checked["tool_calls"] = tool_calls
     checked["content"] = _joined_content(checked.get("content"), role, f"{location}.content")

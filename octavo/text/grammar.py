@@ -55,8 +55,10 @@ def _schema_end(grammar: str, start: int) -> int:
 
 
 def check_rules(grammar: str) -> None:
-    """Raise SpecError if rules name each other in too long a chain."""
+    """Raise SpecError if there is no rule, or if rules name each other in too long a chain."""
     rule_matches = list(_RULE.finditer(grammar))
+    if not rule_matches:
+        raise SpecError("it has no rule: it must begin with a rule such as start: /[a-z]+/")
     rule_ends = [rule_match.start() for rule_match in rule_matches[1:]] + [len(grammar)]
     definitions: dict[str, Definition] = {}
     for rule_match, rule_end in zip(rule_matches, rule_ends, strict=True):

@@ -12,6 +12,7 @@ pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed"
 
 from huggingface_hub import InferenceClient, constants
 
+from tests.clients.conftest import CALL, PARROT
 from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
@@ -69,5 +70,25 @@ def test_a_tool_that_must_be_called(client: InferenceClient) -> None:
 
 def test_structured_output(client: InferenceClient) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": CITY}}
-    reply = client.chat_completion(QUESTION, response_format=form, **GREEDY)
-    assert set(json.loads(reply.choices[0].message.content)) == {"city"}
+    asked: dict[str, Any] = {"response_format": form, **GREEDY}
+    content = client.chat_completion(QUESTION, **asked).choices[0].message.content
+    assert set(json.loads(content)) == {"city"}
+    chunks = list(client.chat_completion(QUESTION, stream=True, **asked))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == content
+
+
+def test_a_tool_that_the_model_chooses_and_its_result(
+    parrot: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    client = InferenceClient(base_url=parrot.url, api_key="unused")
+    asked: dict[str, Any] = {"model": PARROT, "tools": [WEATHER], "max_tokens": 120}
+    messages: list[Any] = [{"role": "user", "content": CALL}]
+    called = client.chat_completion(messages, **asked).choices[0].message
+    (call,) = called.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "It rains."}
+    answer = client.chat_completion([*messages, called, result], **asked).choices[0].message
+    assert "It rains." in answer.content and not answer.tool_calls

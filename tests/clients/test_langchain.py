@@ -186,3 +186,10 @@ def test_structured_output(chat: ChatOpenAI, method: str) -> None:
             "Plan a trip that starts in Paris, France."
         )
         assert isinstance(found, Trip) and 1 <= found.days <= 30
+
+
+def test_streamed_structured_output(chat: ChatOpenAI) -> None:
+    model = chat.with_structured_output(Trip, method="json_schema")
+    question = "Plan a trip that starts in Paris, France."
+    *_, last = model.stream(question)
+    assert last == model.invoke(question)

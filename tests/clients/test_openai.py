@@ -12,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
+from tests.clients.conftest import CALL, PARROT
 from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
@@ -123,7 +124,7 @@ def test_a_response_and_its_stream(client: Any) -> None:
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_a_tool_of_a_response_and_its_result(client: Any) -> None:
+def test_a_tool_of_a_response(client: Any) -> None:
     tools = [{"type": "function", **WEATHER}]
     asked = {"model": MODEL, "tools": tools, "max_output_tokens": 60, "temperature": 0}
     forced = {
@@ -139,13 +140,51 @@ def test_a_tool_of_a_response_and_its_result(client: Any) -> None:
         (streamed,) = stream.get_final_response().output
     assert streamed.arguments == call.arguments
 
-    def answer(result: str) -> Any:
-        output = {"type": "function_call_output", "call_id": call.call_id, "output": result}
-        return client.responses.create(**asked, input=[output], previous_response_id=first.id)
 
-    rain, sun = answer("It rains in Paris."), answer("The sun shines in Paris.")
-    assert rain.usage.input_tokens > first.usage.input_tokens
-    assert rain.output_text != sun.output_text, "the result of the call is part of the prompt"
+@pytest.fixture
+def parrot_client(parrot: Running) -> Iterator[Any]:
+    with OpenAI(base_url=f"{parrot.url}/v1", api_key="unused", max_retries=0) as found:
+        yield found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_the_model_of_a_chat_chooses(parrot_client: Any, stream: bool) -> None:
+    tools = [{"type": "function", "function": WEATHER}]
+    asked = {"model": PARROT, "tools": tools, "max_tokens": 200}
+
+    def reply(messages: list[Any]) -> Any:
+        if not stream:
+            return parrot_client.chat.completions.create(**asked, messages=messages).choices[0]
+        with parrot_client.chat.completions.stream(**asked, messages=messages) as events:
+            return events.get_final_completion().choices[0]
+
+    messages: list[Any] = [{"role": "user", "content": CALL}]
+    called = reply(messages)
+    (call,) = called.message.tool_calls
+    assert called.finish_reason == "tool_calls" and call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "It rains."}
+    answer = reply([*messages, called.message, result])
+    assert "It rains." in answer.message.content and not answer.message.tool_calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_the_model_of_a_response_chooses(parrot_client: Any, stream: bool) -> None:
+    asked = {"model": PARROT, "tools": [{"type": "function", **WEATHER}], "max_output_tokens": 200}
+
+    def reply(**fields: Any) -> Any:
+        if not stream:
+            return parrot_client.responses.create(**asked, **fields)
+        with parrot_client.responses.stream(**asked, **fields) as events:
+            return events.get_final_response()
+
+    first = reply(input=CALL)
+    (call,) = first.output
+    assert (call.type, call.name) == ("function_call", "get_weather")
+    assert json.loads(call.arguments) == {"city": "Paris"}
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."}
+    answer = reply(input=[output], previous_response_id=first.id)
+    assert answer.status == "completed" and "It rains." in answer.output_text
 
 
 def test_structured_output_of_a_response(client: Any) -> None:

@@ -70,7 +70,7 @@ def test_a_tool_is_called(embedded: Running) -> None:
         settings={"tool_choice": "get_weather"},
     )
     found = asyncio.run(Runner.run(helper, "Is it raining in Paris?"))
-    assert cities and found.final_output == "It rains."
+    assert len(cities) == 1 and found.final_output == "It rains."
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -100,6 +100,14 @@ class City(BaseModel):
 def test_an_output_type(embedded: Running) -> None:
     found = asyncio.run(Runner.run(agent(embedded, output_type=City), QUESTION))
     assert isinstance(found.final_output, City)
+
+    async def streamed() -> Any:
+        run = Runner.run_streamed(agent(embedded, output_type=City), QUESTION)
+        async for _ in run.stream_events():
+            pass
+        return run.final_output
+
+    assert asyncio.run(streamed()) == found.final_output
 
 
 def test_a_run_continues_a_stored_response(embedded: Running) -> None:

@@ -116,8 +116,11 @@ def test_a_tool_that_the_model_chooses_and_its_result(
 
 
 def test_structured_output(asked: dict[str, Any]) -> None:
-    reply = litellm.completion(**asked, response_format=City)
-    assert City.model_validate_json(reply.choices[0].message.content)
+    content = litellm.completion(**asked, response_format=City).choices[0].message.content
+    assert City.model_validate_json(content)
+    pieces = litellm.completion(**asked, response_format=City, stream=True)
+    joined = litellm.stream_chunk_builder(list(pieces))
+    assert joined.choices[0].message.content == content
 
 
 def test_other_apis(url: str) -> None:

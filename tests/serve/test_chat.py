@@ -46,6 +46,21 @@ def test_template_options_without_effect_are_refused_by_a_strict_server(strict: 
     check_error(strict.post(CHAT, body), 400, name, "unsupported_parameter")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": HI, "max_tokens": 1, "output_config": {"wat": 1}}),
+        ("/v1/messages/count_tokens", {"messages": HI, "output_config": {"wat": 1}}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 1, "text": {"wat": 1}}),
+    ],
+)
+def test_unknown_members_are_refused_by_a_strict_server(
+    strict: Running, path: str, body: dict[str, Any]
+) -> None:
+    reply = strict.post(path, body)
+    assert reply.status_code == 400 and ".wat is not supported" in reply.json()["error"]["message"]
+
+
 def test_documents_and_reasoning_effort_are_variables_of_the_template(strict: Running) -> None:
     template = "{{ documents[0].text }} {{ reasoning_effort }} {{ enable_thinking }}"
     asked = {"documents": [{"text": "<|end|>"}], "reasoning_effort": "low"}

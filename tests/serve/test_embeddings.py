@@ -173,6 +173,8 @@ def test_ollama(running: Running, want: dict[str, list[float]]) -> None:
         ("/rerank", {"query": "x", "documents": ["x"], "top_n": -1}, "top_n"),
         ("/score", {"text_1": "x"}, "text_1"),
         ("/score", {"text_1": ["x", "y"], "text_2": "z"}, "text_1"),
+        ("/score", {"text_1": "x", "text_2": []}, "text_1"),
+        ("/score", {"text_1": "x", "text_2": "y", "items": "z"}, "items"),
         ("/score", {"text_1": "x", "text_2": "word " * 2000}, "the texts"),
     ],
 )

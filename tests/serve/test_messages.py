@@ -216,6 +216,13 @@ WRONG: list[tuple[dict[str, Any], int, str, str]] = [
      400, "invalid_request_error", "tools.0.name must have"),
     ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]},
      400, "invalid_request_error", "tools.0.input_schema must be"),
+    ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools.0.input_schema is missing"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]},
+     400, "invalid_request_error", "messages.0.content.0 must be a block of text, got 'image'"),
+    ({"thinking": {"type": "enabled", "budget_tokens": True}},
+     400, "invalid_request_error", "thinking.budget_tokens must be an integer"),
+    ({"thinking": {"type": "enabled", "budget_tokens": -2}},
+     400, "invalid_request_error", "thinking.budget_tokens must be at least -1"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "no built-in tools"),
     ({"n": 2}, 400, "invalid_request_error", "n is not supported"),
     ({"max_tokens": "many"}, 400, "invalid_request_error", "expected integer"),
@@ -232,6 +239,27 @@ def test_errors_have_anthropics_shape(
     assert set(found) == {"type", "error", "request_id"} and found["type"] == "error"
     assert found["error"]["type"] == kind and message in found["error"]["message"]
     assert found["request_id"] == reply.headers["x-request-id"]
+
+
+def test_members_without_effect_are_named(running: Running) -> None:
+    tool = {**TOOLS[0], "input_examples": [], "wat": 1}
+    asked = {"output_config": {"effort": None, "task_budget": {}, "wat": 1}, "tools": [tool]}
+    reply = running.post(PATH, {**BASE, **asked, "thinking": {"type": "disabled", "a b": 1}})
+    named = "tools.input_examples, output_config.task_budget, output_config.wat, tools.wat"
+    ignored = reply.headers["x-ignored-params"].split(", ")
+    assert set(named.split(", ")) <= set(ignored) and "thinking.a b" not in ignored
+
+
+def test_counted_tokens_need_a_request_that_can_run(running: Running) -> None:
+    asked = {"messages": HI, "allowed_token_ids": [300]}
+    reply = running.post(f"{PATH}/count_tokens", asked)
+    assert reply.status_code == 400 and "allowed_token_ids" in reply.json()["error"]["message"]
+
+
+def test_hidden_reasoning_alone_is_a_turn(running: Running) -> None:
+    hidden = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}
+    asked = {**BASE, "messages": [hidden, *HI]}
+    assert running.post(PATH, asked).status_code == 200
 
 
 def test_every_field_of_the_api_is_handled(running: Running) -> None:

@@ -136,6 +136,15 @@ def test_options_without_effect_are_named(running: Running) -> None:
 
 
 WRONG: list[tuple[str, dict[str, Any], int, str]] = [
+    (CHAT, {"messages": [], "temperature": 9}, 400, "temperature must be in"),
+    (GENERATE, {"prompt": "", "top_logprobs": 5}, 400, "top_logprobs needs logprobs"),
+    (GENERATE, {"raw": True, "top_logprobs": 5}, 400, "top_logprobs needs logprobs"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "images": "x"}]}, 400, "must be text"),
+    (CHAT, {"messages": [{"role": "tool", "tool_name": 0}]}, 400, "messages.0.tool_name must be a string"),
+    ("/api/embed", {}, 400, "input must be a text or a list of texts"),
+    ("/api/embed", {"input": "x", "prompt": "y"}, 400, "prompt is not supported"),
+    ("/api/embeddings", {}, 400, "prompt must be a text"),
+
     (CHAT, {"model": "another"}, 404, "does not serve the model"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, 400, "messages.0.images is not supported"),
     (CHAT, {"options": {"temperature": "hot"}}, 400, "options.temperature: expected number"),
@@ -159,6 +168,12 @@ def test_errors_have_ollamas_shape(
     reply = running.post(path, {**base, **asked})
     assert reply.status_code == status, reply.text
     assert set(reply.json()) == {"error"} and message in reply.json()["error"], reply.text
+
+
+def test_a_raw_prompt_has_no_reasoning_to_turn_on(running: Running) -> None:
+    asked = {"prompt": "hi", "raw": True, "think": True, **SHARED}
+    reply = running.post(GENERATE, {**asked, "options": {"num_predict": 2, "a\r\nb": 1}})
+    assert reply.status_code == 200 and reply.headers["x-ignored-params"] == "think"
 
 
 @pytest.mark.parametrize("checks", FIELDS, ids=[CHAT, GENERATE])

@@ -27,6 +27,7 @@ from octavo.serve.api.reply_writer import (
     kind_of,
     whole_parts,
 )
+from octavo.serve.api.request_fields import MESSAGES_MEMBERS
 from octavo.serve.api.translation import (
     Conversation,
     FieldNames,
@@ -35,6 +36,7 @@ from octavo.serve.api.translation import (
     check_object,
     common_fields,
     member,
+    note_members,
     several_stops,
     text_of,
 )
@@ -56,9 +58,6 @@ NAMES = {
 }
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 THINKING = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
-# Members of a tool that change neither the prompt nor the calls.
-TOOL_LABELS = ("type", "cache_control", "eager_input_streaming")
-TOOL_MEMBERS = ("name", "description", "input_schema", "strict")
 ERROR_TYPES = {"server_error": "api_error"}
 STOP_REASONS = {"length": "max_tokens"}
 
@@ -67,11 +66,15 @@ STOP_REASONS = {"length": "max_tokens"}
 
 def to_chat(body: MessagesRequest, limits: Limits) -> Translation:
     conversation = Conversation()
+    fields = FieldNames(NAMES, conversation.places)
+    for place in ("output_config", "thinking", "tool_choice"):
+        note_members(fields, place, getattr(body, place), MESSAGES_MEMBERS[place])
+    for each in body.tools or []:
+        note_members(fields, "tools", each, MESSAGES_MEMBERS["tools"])
     add_system(conversation, body.system)
     for i, message in enumerate(check_messages(body.messages, limits)):
         add_message(conversation, message, f"messages.{i}")
     messages = conversation.messages
-    ignored: list[str] = []
     choice, parallel = tool_choice(body.tool_choice)
     config = body.output_config or {}
     prefilled = bool(messages) and messages[-1]["role"] == "assistant"
@@ -81,7 +84,7 @@ def to_chat(body: MessagesRequest, limits: Limits) -> Translation:
         "messages": messages,
         "max_tokens": body.max_tokens,
         "stream": body.stream,
-        "tools": [tool(t, f"tools.{i}", ignored) for i, t in enumerate(body.tools or [])] or None,
+        "tools": [tool(each, f"tools.{i}") for i, each in enumerate(body.tools or [])] or None,
         "tool_choice": choice,
         "parallel_tool_calls": parallel,
         "chat_template_kwargs": thinking_options(body.thinking),
@@ -91,7 +94,7 @@ def to_chat(body: MessagesRequest, limits: Limits) -> Translation:
         "continue_final_message": prefilled,
         "add_generation_prompt": not prefilled,
     }
-    return Translation(ChatRequest(**given), FieldNames(NAMES, conversation.places, ignored))
+    return Translation(ChatRequest(**given), fields)
 
 
 def add_system(conversation: Conversation, system: str | list[dict[str, Any]] | None) -> None:
@@ -134,21 +137,25 @@ def add_message(conversation: Conversation, message: dict[str, Any], place: str)
             conversation.add_call(id, name, arguments, where)
         elif role == "assistant" and kind == "thinking":
             conversation.add_reasoning(member(block, "thinking", str, where) or "", where)
-        elif role != "assistant" or kind != "redacted_thinking":
+        elif role == "assistant" and kind == "redacted_thinking":
+            conversation.turn(role, place)
+        else:
             conversation.turn(role, place)["content"] += block_text(block, where)
     if not content:
         conversation.turn(role, place)
 
 
-def tool(given: dict[str, Any], place: str, ignored: list[str]) -> dict[str, Any]:
+def tool(given: dict[str, Any], place: str) -> dict[str, Any]:
     """Return a tool in the form of a chat request."""
     if given.get("type") not in (None, "custom"):
         raise invalid_field(
             f"{place}.type", f"{place}.type must be custom: this server has no built-in tools"
         )
-    for name, value in given.items():
-        if name not in TOOL_MEMBERS and name not in TOOL_LABELS and value is not None:
-            ignored.append(f"tools.{name[:64]}")
+    if given.get("input_schema") is None:
+        raise invalid_field(
+            f"{place}.input_schema",
+            f"{place}.input_schema is missing: it must be a JSON schema of an object",
+        )
     function = {
         "name": given.get("name"),
         "description": given.get("description"),

@@ -22,7 +22,7 @@ from octavo.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
-    OllamaEmbedRequest,
+    OllamaEmbedFields,
     PoolingFields,
     RerankRequest,
     ScoreRequest,
@@ -121,9 +121,10 @@ def score_sides(body: ScoreRequest) -> tuple[list[str], list[str]]:
         left, right = getattr(body, first), getattr(body, second)
         if left is None or right is None:
             continue
+        check_one_pair(body, first, second)
         many_left = [left] if isinstance(left, str) else left
         many_right = [right] if isinstance(right, str) else right
-        if not many_left or len(many_left) not in (1, len(many_right)):
+        if not many_right or len(many_left) not in (1, len(many_right)):
             raise invalid_field(
                 first,
                 f"{first} must have one text, or as many as {second}: it has {len(many_left)}, "
@@ -134,7 +135,15 @@ def score_sides(body: ScoreRequest) -> tuple[list[str], list[str]]:
     raise invalid_field("text_1", f"the request must have two sides to compare: {pairs}")
 
 
-def ollama_fields(body: OllamaEmbedRequest, model: str | None) -> PoolingFields:
+def check_one_pair(body: ScoreRequest, first: str, second: str) -> None:
+    """Refuse the fields of another pair, which would have no effect."""
+    names = dict.fromkeys(name for pair in SCORE_SIDES for name in pair)
+    for name in names:
+        if name not in (first, second) and getattr(body, name) is not None:
+            raise invalid_field(name, f"{name} does not go with {first} and {second}: remove it")
+
+
+def ollama_fields(body: OllamaEmbedFields, model: str | None) -> PoolingFields:
     """Return the fields of an Ollama request. Ollama cuts off what does not fit."""
     is_cut = body.truncate is not False
     return PoolingFields(

@@ -35,7 +35,7 @@ from octavo.serve.api.reply_writer import (
     arguments_object,
 )
 from octavo.serve.api.request_fields import FIELDS, REFUSED
-from octavo.serve.api.translation import FieldNames, Translation, common_fields
+from octavo.serve.api.translation import FieldNames, Translation, common_fields, member
 from octavo.serve.channel.messages import Loaded
 from octavo.serve.limits import Limits
 from octavo.text.tokenizer import Tokenizer
@@ -69,10 +69,8 @@ NAMES |= {
 
 
 def chat_to_chat(body: OllamaChatRequest, names: tuple[str, ...], limits: Limits) -> Translation:
-    messages = [
-        message(given, f"messages.{i}")
-        for i, given in enumerate(check_messages(body.messages, limits))
-    ]
+    listed = check_messages(body.messages, limits) if body.messages else []
+    messages = [message(given, f"messages.{i}") for i, given in enumerate(listed)]
     places = [f"messages.{i}" for i in range(len(messages))]
     given, ignored = shared_fields(body, names)
     chat = ChatRequest(
@@ -110,8 +108,13 @@ def generate_to_completion(
     given, ignored = shared_fields(body, names)
     if given["max_tokens"] is None:
         given["max_tokens"] = -1
-    if body.system:
-        ignored.append("system")
+    for name in ("system", "think"):
+        if getattr(body, name) not in (None, ""):
+            ignored.append(name)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid_field(
+            "top_logprobs", "top_logprobs needs logprobs: set logprobs to true as well"
+        )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     completion = CompletionRequest(**given, prompt=body.prompt, logprobs=logprobs)
     return completion, FieldNames(NAMES, ignored=ignored)
@@ -165,11 +168,12 @@ def thinking(given: bool | str | None) -> dict[str, Any]:
 
 def message(given: dict[str, Any], place: str) -> dict[str, Any]:
     """Return a message in the form of a chat request."""
-    if given.get("images"):
+    if given.get("images") not in (None, []):
         raise unsupported(f"{place}.images", "the input must be text")
     found = {name: value for name, value in given.items() if name not in ("images", "tool_name")}
-    if given.get("tool_name") is not None:
-        found["name"] = given["tool_name"]
+    name = member(given, "tool_name", str, place)
+    if name is not None:
+        found["name"] = name
     return found
 
 

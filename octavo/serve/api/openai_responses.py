@@ -24,6 +24,7 @@ from octavo.serve.api.reply_writer import (
     ReplyParser,
     kind_of,
 )
+from octavo.serve.api.request_fields import RESPONSES_MEMBERS
 from octavo.serve.api.translation import (
     Conversation,
     FieldNames,
@@ -31,6 +32,7 @@ from octavo.serve.api.translation import (
     check_object,
     common_fields,
     member,
+    note_members,
     text_of,
 )
 from octavo.serve.limits import Limits
@@ -65,6 +67,13 @@ def to_chat(
     """
     check_metadata(body.metadata)
     conversation = Conversation()
+    fields = FieldNames(NAMES, conversation.places)
+    for place in ("reasoning", "text"):
+        note_members(fields, place, getattr(body, place), RESPONSES_MEMBERS[place])
+    if isinstance(body.tool_choice, dict):
+        note_members(fields, "tool_choice", body.tool_choice, RESPONSES_MEMBERS["tool_choice"])
+    for each in body.tools or []:
+        note_members(fields, "tools", each, RESPONSES_MEMBERS["tools"])
     for message in earlier:
         conversation.append(message, "previous_response_id")
     for i, item in enumerate(input_items(body.input, limits)):
@@ -73,12 +82,11 @@ def to_chat(
     if body.instructions:
         conversation.messages.insert(0, {"role": "system", "content": body.instructions})
         conversation.places.insert(0, "instructions")
-    ignored: list[str] = []
     tools = [tool(given) for given in body.tools or []]
     choice, tools = tool_choice(body.tool_choice, tools)
     included = body.include or []
     if any(name != LOGPROBS for name in included):
-        ignored.append("include")
+        fields.ignored.append("include")
     wants_logprobs = LOGPROBS in included or body.top_logprobs is not None
     given = {
         **common_fields(body),
@@ -91,12 +99,11 @@ def to_chat(
         "logprobs": wants_logprobs or None,
         "top_logprobs": body.top_logprobs,
         "truncate_prompt_tokens": truncation(body.truncation),
-        "reasoning_effort": reasoning_effort(body.reasoning, ignored),
-        "response_format": text_format(body, ignored),
+        "reasoning_effort": member(body.reasoning or {}, "effort", str, "reasoning"),
+        "response_format": text_format(body),
         "chat_template_kwargs": body.chat_template_kwargs,
     }
-    names = FieldNames(NAMES, conversation.places, ignored)
-    return Translation(ChatRequest(**given), names), messages
+    return Translation(ChatRequest(**given), fields), messages
 
 
 def input_items(given: str | list[Any] | None, limits: Limits) -> list[Any]:
@@ -135,7 +142,9 @@ def add_item(conversation: Conversation, item: dict[str, Any], place: str) -> No
         text = text_of(item.get("output"), f"{place}.output")
         conversation.add_result(member(item, "call_id", str, place) or "", text, place)
     elif kind == "reasoning":
-        content = item.get("content") or item.get("summary")
+        content = item.get("content")
+        if content in (None, "", []):
+            content = item.get("summary")
         conversation.add_reasoning(text_of(content, f"{place}.content"), place)
     else:
         raise unsupported(
@@ -180,20 +189,8 @@ def truncation(given: str | None) -> int | None:
     return -1 if given == "auto" else None
 
 
-def reasoning_effort(given: dict[str, Any] | None, ignored: list[str]) -> str | None:
-    given = given or {}
-    ignored += [
-        f"reasoning.{name[:64]}" for name in given if name != "effort" and given[name] is not None
-    ]
-    effort: str | None = member(given, "effort", str, "reasoning")
-    return effort
-
-
-def text_format(body: ResponsesRequest, ignored: list[str]) -> dict[str, Any] | None:
-    config = body.text or {}
-    if config.get("verbosity") is not None:
-        ignored.append("text.verbosity")
-    given: dict[str, Any] | None = member(config, "format", dict, "text")
+def text_format(body: ResponsesRequest) -> dict[str, Any] | None:
+    given: dict[str, Any] | None = member(body.text or {}, "format", dict, "text")
     if given is None:
         return body.response_format
     if given.get("type") == "json_schema":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,21 @@ import msgspec
 
 from octavo import __version__
 from octavo.params import MAX_LOGPROB_IDS, MAX_PATTERN_COUNT, MAX_PATTERN_SIZE
+from octavo.serve.api.embeddings import SCORE_SIDES
+from octavo.serve.api.message_schemas import (
+    FUNCTION,
+    FUNCTION_CALL,
+    MESSAGE,
+    NULL,
+    OBJECT,
+    SWITCH,
+    TEXT,
+    TOOL,
+    TOOL_CHOICE,
+    Schema,
+    optional,
+    typed_object,
+)
 from octavo.serve.api.other_api_schemas import (
     ANTHROPIC_ERROR,
     OLLAMA_ERROR,
@@ -26,6 +42,7 @@ from octavo.serve.api.protocol import (
     GenerateRequest,
     MessagesRequest,
     OllamaChatRequest,
+    OllamaEmbeddingRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaShowRequest,
@@ -69,15 +86,19 @@ POSTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
     "/v1/responses": (ResponsesRequest, "Create a response (OpenAI).", ("input",)),
     "/api/chat": (OllamaChatRequest, "Answer a conversation (Ollama).", ()),
     "/api/generate": (OllamaGenerateRequest, "Answer a prompt (Ollama).", ()),
-    "/api/embed": (OllamaEmbedRequest, "Return the embeddings of texts (Ollama).", ()),
-    "/api/embeddings": (OllamaEmbedRequest, "Return the embedding of a text (Ollama).", ()),
-    "/v1/embeddings": (EmbeddingRequest, "Return the embeddings of texts.", ("input",)),
-    "/pooling": (PoolingRequest, "Return embeddings or hidden states of texts.", ("input",)),
+    "/api/embed": (OllamaEmbedRequest, "Return the embeddings of texts (Ollama).", ("input",)),
+    "/api/embeddings": (
+        OllamaEmbeddingRequest,
+        "Return the embedding of a text (Ollama).",
+        ("prompt",),
+    ),
+    "/v1/embeddings": (EmbeddingRequest, "Return the embeddings of texts.", ()),
+    "/pooling": (PoolingRequest, "Return embeddings or hidden states of texts.", ()),
     "/rerank": (RerankRequest, "Order documents by relevance.", ("query", "documents")),
     "/v1/rerank": (RerankRequest, "Do the same as /rerank.", ("query", "documents")),
     "/v2/rerank": (RerankRequest, "Do the same as /rerank.", ("query", "documents")),
-    "/score": (ScoreRequest, "Compare texts.", ("text_1", "text_2")),
-    "/v1/score": (ScoreRequest, "Do the same as /score.", ("text_1", "text_2")),
+    "/score": (ScoreRequest, "Compare texts.", ()),
+    "/v1/score": (ScoreRequest, "Do the same as /score.", ()),
     "/api/show": (OllamaShowRequest, "Describe the model (Ollama).", ()),
     "/generate": (GenerateRequest, "Continue a text, and reply with text only.", ("prompt",)),
     "/batch_generate": (BatchGenerateRequest, "Continue several texts.", ("prompts",)),
@@ -89,11 +110,14 @@ STREAMED = {
     "/v1/chat/completions": "text/event-stream",
     "/invocations": "text/event-stream",
     "/v1/completions": "text/event-stream",
+    "/inference/v1/generate": "text/event-stream",
     "/v1/messages": "text/event-stream",
     "/v1/responses": "text/event-stream",
     "/api/chat": "application/x-ndjson",
     "/api/generate": "application/x-ndjson",
 }
+# The routes that reply with bytes if encoding_format says so.
+BINARY = ("/v1/embeddings", "/pooling")
 GETS = {
     "/v1/models": "List the model.",
     "/tokenizer_info": "Describe the tokenizer.",
@@ -149,71 +173,6 @@ ERROR = {
 ERRORS = {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR, "OllamaError": OLLAMA_ERROR}
 ERROR_CODES = ("400", "401", "403", "404", "408", "413", "415", "421", "429", "500", "503", "504")
 
-PART = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
-CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]}
-NAMED = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
-CALL = {
-    "anyOf": [
-        {"type": "object", "required": ["function"], "properties": {"function": NAMED}},
-        NAMED,
-    ]
-}
-MESSAGE = {
-    "anyOf": [
-        {
-            "type": "object",
-            "required": ["role", "content"],
-            "properties": {
-                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-                "content": CONTENT,
-            },
-        },
-        {
-            "type": "object",
-            "required": ["role", "tool_calls"],
-            "properties": {
-                "role": {"const": "assistant"},
-                "tool_calls": {"type": "array", "items": CALL, "minItems": 1},
-            },
-        },
-    ]
-}
-NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
-FUNCTION = {"type": "object", "required": ["name"], "properties": {"name": NAME}}
-TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            **FUNCTION,
-            "properties": {
-                "name": NAME,
-                "description": {"type": ["string", "null"]},
-                "strict": {"type": ["boolean", "null"]},
-                "parameters": {
-                    "type": ["object", "null"],
-                    "properties": {"type": {"const": "object"}},
-                },
-            },
-        },
-    },
-}
-TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required", None]},
-        {
-            "type": "object",
-            "required": ["type", "function"],
-            "properties": {"type": {"const": "function"}, "function": FUNCTION},
-        },
-    ]
-}
-OBJECT = {"type": "object"}
 # A number of tokens. -1 stands for as many as fit.
 LENGTH = {
     "anyOf": [
@@ -225,57 +184,36 @@ LENGTH = {
 STREAM_OPTIONS = {
     name: {"type": ["boolean", "null"]} for name in ("include_usage", "continuous_usage_stats")
 }
+INTEGER: Schema = {"type": ["integer", "null"]}
 SIZE = {"type": "integer", "minimum": 1, "maximum": MAX_PATTERN_SIZE}
+LEAST_SIZE = {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_PATTERN_SIZE}
 COUNT = {"type": "integer", "minimum": 2, "maximum": MAX_PATTERN_COUNT}
+# The size 0 turns the detection off, and then the other values do not matter.
+OFF: dict[str, Schema] = {
+    "max_pattern_size": {"enum": [0, None]},
+    "min_pattern_size": INTEGER,
+    "min_count": INTEGER,
+}
+ON: dict[str, Schema] = {
+    "max_pattern_size": SIZE,
+    "min_pattern_size": LEAST_SIZE,
+    "min_count": COUNT,
+}
 REPETITION_DETECTION = {
     "anyOf": [
-        {"type": "null"},
-        {
-            "type": "object",
-            "properties": {"max_pattern_size": {"const": 0}},
-            "additionalProperties": False,
-        },
-        {
-            "type": "object",
-            "required": ["max_pattern_size", "min_count"],
-            "properties": {
-                "max_pattern_size": SIZE,
-                "min_pattern_size": {"enum": [None, 0, 1]},
-                "min_count": COUNT,
-            },
-            "additionalProperties": False,
-        },
+        NULL,
+        {**typed_object(OFF), "additionalProperties": False},
+        {**typed_object(ON, "max_pattern_size", "min_count"), "additionalProperties": False},
     ]
 }
-TYPED_GRAMMAR = {
-    "type": "object",
-    "required": ["type", "value"],
-    "properties": {
-        "type": {"enum": ["regex", "grammar"]},
-        "value": {"type": "string", "minLength": 1},
-    },
-}
-RESPONSE_FORMAT = {
-    "anyOf": [
-        {"type": "null"},
-        {
-            "type": "object",
-            "required": ["type"],
-            "properties": {"type": {"enum": ["text", "json_object"]}},
-        },
-        {
-            "type": "object",
-            "required": ["type", "json_schema"],
-            "properties": {
-                "type": {"const": "json_schema"},
-                "json_schema": {
-                    "type": "object",
-                    "required": ["schema"],
-                    "properties": {"schema": OBJECT},
-                },
-            },
-        },
-    ]
+STRUCTURE_TAG = typed_object(
+    {"begin": TEXT, "end": TEXT, "schema": OBJECT}, "begin", "end", "schema"
+)
+ABSENT_SWITCH: Schema = {"enum": [False, None]}
+STRUCTURAL_TAGS: dict[str, Schema] = {
+    "type": {"const": "structural_tag"},
+    "structures": {"type": "array", "minItems": 1, "items": STRUCTURE_TAG},
+    "triggers": {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
 }
 
 
@@ -286,23 +224,57 @@ def text_of(limits: Limits) -> dict[str, Any]:
 def structure(limits: Limits) -> dict[str, Any]:
     """Return the schema of structured_outputs, which has exactly one of these kinds."""
     text = text_of(limits)
-    kinds = {
+    kinds: dict[str, Schema] = {
         "json": {"anyOf": [OBJECT, text]},
         "regex": text,
         "choice": {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
         "grammar": text,
         "json_object": {"const": True},
     }
-    each = [
-        {
-            "type": "object",
-            "required": [kind],
-            "properties": {kind: schema},
-            "additionalProperties": False,
-        }
-        for kind, schema in kinds.items()
+    absent: dict[str, Schema] = {name: NULL for name in kinds} | {"json_object": ABSENT_SWITCH}
+    switches = ("disable_additional_properties", "disable_any_whitespace", "disable_fallback")
+    options: dict[str, Schema] = dict.fromkeys(switches, SWITCH)
+    pattern = optional({"type": "string", "minLength": 1})
+    each = []
+    for kind, schema in kinds.items():
+        whitespace = pattern if kind in ("json", "json_object") else NULL
+        members = {**absent, **options, "whitespace_pattern": whitespace, kind: schema}
+        each.append({**typed_object(members, kind), "additionalProperties": NULL})
+    return {"anyOf": [NULL, *each]}
+
+
+def kinds_of(forms: Iterable[tuple[str, dict[str, Schema], tuple[str, ...]]]) -> list[Schema]:
+    """Return the schemas of objects with a type, their members, and the required members."""
+    return [
+        typed_object({"type": {"const": kind}, **members}, "type", *required)
+        for kind, members, required in forms
     ]
-    return {"anyOf": [{"type": "null"}, *each]}
+
+
+def response_format(limits: Limits) -> dict[str, Any]:
+    """Return the schema of response_format. structured_output.py accepts a few more names."""
+    text = text_of(limits)
+    schema = {"anyOf": [OBJECT, text]}
+    wrapped = typed_object({"schema": OBJECT}, "schema")
+    forms: list[tuple[str, dict[str, Schema], tuple[str, ...]]] = [
+        ("text", {}, ()),
+        ("json_object", {"schema": optional(schema)}, ()),
+        ("json_schema", {"json_schema": wrapped}, ("json_schema",)),
+        ("json_schema", {"schema": OBJECT, "json_schema": NULL}, ("schema",)),
+        ("json", {"schema": schema}, ("schema",)),
+        ("regex", {"pattern": text}, ("pattern",)),
+        ("grammar", {"grammar": text}, ("grammar",)),
+        ("structural_tag", STRUCTURAL_TAGS, ("structures", "triggers")),
+    ]
+    return {"anyOf": [NULL, *kinds_of(forms)]}
+
+
+def typed_grammar(limits: Limits) -> dict[str, Any]:
+    """Return the schema of the field grammar: a text, or TGI's object."""
+    text = text_of(limits)
+    values = {"json": {"anyOf": [OBJECT, text]}, "regex": text, "grammar": text}
+    forms = [(kind, {"value": value}, ("value",)) for kind, value in values.items()]
+    return {"anyOf": [NULL, text, *kinds_of(forms)]}
 
 
 def bounds(
@@ -329,21 +301,20 @@ def bounds(
 def prompt_bounds(limits: Limits, id: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the limits of the fields of prompts. `id` is the schema of a token id."""
     some_ids = {"type": "array", "items": id, "minItems": 1}
-    several = {"type": "array", "minItems": 1, "maxItems": limits.prompts}
+    one = {"anyOf": [TEXT, some_ids]}
+    several = {"type": "array", "minItems": 1, "maxItems": limits.prompts, "items": one}
+    prompt = {"anyOf": [TEXT, some_ids, several]}
     return {
-        "prompt": {
-            "anyOf": [
-                {"type": "string"},
-                {**several, "items": {"type": "string"}},
-                some_ids,
-                {**several, "items": some_ids},
-            ]
-        },
+        "prompt": prompt,
+        "input": {"anyOf": [NULL, *prompt["anyOf"]]},
+        "token_ids": {"items": id, "minItems": 1},
         "prompts": {"minItems": 1, "maxItems": limits.prompts},
         "tokens": {"items": id},
         "messages": {"minItems": 1, "maxItems": limits.messages, "items": MESSAGE},
         "tools": {"minItems": 1, "maxItems": limits.tools, "items": TOOL},
         "tool_choice": TOOL_CHOICE,
+        "functions": {"minItems": 1, "maxItems": limits.tools, "items": FUNCTION},
+        "function_call": FUNCTION_CALL,
         "truncate_prompt_tokens": LENGTH,
     }
 
@@ -377,6 +348,9 @@ def reply_bounds(limits: Limits, id: dict[str, Any]) -> dict[str, dict[str, Any]
         "max_tokens": LENGTH,
         "max_completion_tokens": LENGTH,
         "max_new_tokens": LENGTH,
+        "max_output_tokens": LENGTH,
+        "dimensions": {"minimum": 1},
+        "thinking_token_budget": {"minimum": -1, "maximum": 2**63 - 1},
         "min_tokens": {"minimum": 0, "maximum": 2**64 - 1},
         "stop": {**stop, "maxItems": limits.stops, "items": stop},
         "stop_token_ids": {"items": id, "maxItems": limits.token_ids},
@@ -392,7 +366,7 @@ def reply_bounds(limits: Limits, id: dict[str, Any]) -> dict[str, dict[str, Any]
 def structure_bounds(limits: Limits) -> dict[str, dict[str, Any]]:
     text = {"minLength": 1, "maxLength": limits.structure_bytes}
     return {
-        "response_format": RESPONSE_FORMAT,
+        "response_format": response_format(limits),
         "structured_outputs": structure(limits),
         "guided_json": text,
         "guided_regex": text,
@@ -402,8 +376,34 @@ def structure_bounds(limits: Limits) -> dict[str, dict[str, Any]]:
         "json_schema": text,
         "regex": text,
         "ebnf": text,
-        "grammar": {"anyOf": [{"type": "null"}, TYPED_GRAMMAR, text_of(limits)]},
+        "grammar": typed_grammar(limits),
     }
+
+
+def present(*names: str, without: Iterable[str]) -> dict[str, Any]:
+    """Return the schema of requests that have these fields, and not the others."""
+    fields = {name: {"not": NULL} for name in names} | dict.fromkeys(without, NULL)
+    return {"required": list(names), "properties": fields}
+
+
+def one_of(first: str, second: str) -> dict[str, Any]:
+    return {"oneOf": [present(first, without=[second]), present(second, without=[first])]}
+
+
+def one_pair() -> dict[str, Any]:
+    """Return the schema of the two sides of a score, which have several names."""
+    names = {name for pair in SCORE_SIDES for name in pair}
+    pairs = [present(*pair, without=sorted(names - {*pair})) for pair in SCORE_SIDES]
+    return {"anyOf": pairs}
+
+
+# The requests that need one of several fields.
+ALTERNATIVES: dict[type[msgspec.Struct], dict[str, Any]] = {
+    TokenizeRequest: one_of("prompt", "messages"),
+    EmbeddingRequest: one_of("input", "messages"),
+    PoolingRequest: one_of("input", "messages"),
+    ScoreRequest: one_pair(),
+}
 
 
 def describe(
@@ -496,22 +496,17 @@ def description(
         kinds, ref_template="#/components/schemas/{name}"
     )
     schemas = dict(zip(kinds, refs, strict=True))
-    others = other_api_bounds(limits)
+    general = bounds(names, limits, vocab_size)
+    others = other_api_bounds(limits, general)
     needed = {kind: required for kind, _, required in POSTS.values()}
     for kind, required in needed.items():
-        known = bounds(names, limits, vocab_size)
+        known = dict(general)
         if kind is not CompletionRequest:
             del known["prompt"]  # Other routes accept only a string.
         known |= others.get(kind, {})
         describe(components[kind.__name__], required, known)
-    one = [
-        {
-            "required": [name],
-            "properties": {name: {"not": {"type": "null"}}, other: {"type": "null"}},
-        }
-        for name, other in (("prompt", "messages"), ("messages", "prompt"))
-    ]
-    components["TokenizeRequest"]["oneOf"] = one
+    for kind, groups in ALTERNATIVES.items():
+        components[kind.__name__] |= groups
     good = {"description": "The request succeeded.", "content": {"application/json": {}}}
     responses: dict[str, Any] = {"200": good}
     paths: dict[str, Any] = {
@@ -523,7 +518,7 @@ def description(
     for path, text in POSTS_WITHOUT_BODY.items():
         paths.setdefault(path, {})["post"] = {"summary": text, "responses": responses}
     paths["/v1/files"]["post"] = upload_operation(responses)
-    for path, content in STREAMED.items():
+    for path, content in {**STREAMED, **dict.fromkeys(BINARY, "application/octet-stream")}.items():
         streamed = {**good, "content": {"application/json": {}, content: {}}}
         paths[path]["post"]["responses"] = {**responses, "200": streamed}
     plain = {"description": "The request succeeded.", "content": {"text/plain": {}}}

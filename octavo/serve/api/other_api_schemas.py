@@ -2,121 +2,180 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from octavo.serve.api.anthropic_messages import THINKING
+from octavo.serve.api.anthropic_messages import CHOICES, THINKING
 from octavo.serve.api.batch_lines import BATCH_URLS
+from octavo.serve.api.embeddings import SCORE_SIDES
+from octavo.serve.api.message_schemas import (
+    CUSTOM_TOOL,
+    FLAT_TOOL,
+    INPUT_ITEM,
+    MESSAGE,
+    MODES,
+    NAMED,
+    NULL,
+    OBJECT,
+    OLLAMA_MESSAGE,
+    OPTIONAL_TEXT,
+    SWITCH,
+    TEXT,
+    TEXT_BLOCK,
+    TOOL,
+    TURN,
+    Schema,
+    one_of_types,
+    one_or_many,
+    optional,
+    typed_object,
+)
+from octavo.serve.api.ollama_api import OPTIONS
 from octavo.serve.api.openai_responses import METADATA_NAME, METADATA_PAIRS, METADATA_VALUE
 from octavo.serve.api.protocol import (
     BatchChatRequest,
     BatchRequest,
     MessagesRequest,
     OllamaChatRequest,
+    OllamaEmbeddingRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
+    OllamaOptions,
+    RerankRequest,
     ResponsesRequest,
+    ScoreRequest,
 )
 from octavo.serve.limits import Limits
 
-Schema = dict[str, Any]
-TEXT: Schema = {"type": "string"}
-NAME: Schema = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
-PARAMETERS: Schema = {"type": "object", "properties": {"type": {"const": "object"}}}
-EFFORT: Schema = {"type": "object", "properties": {"effort": {"type": ["string", "null"]}}}
+EFFORT: Schema = {"effort": OPTIONAL_TEXT}
+# Ollama has two values that stand for as many tokens as fit.
+NUM_PREDICT: Schema = {
+    "anyOf": [{"type": "integer", "minimum": 1, "maximum": 2**63 - 1}, {"enum": [-1, -2, None]}]
+}
 
 
-def one_of_types(members: dict[str, Schema], *types: str) -> Schema:
-    """Return the schema of an object with one of these types, or null."""
-    properties = {"type": {"enum": list(types)}, **members}
-    return {"anyOf": [{"type": "null"}, typed_object(properties, "type")]}
+def other_api_bounds(
+    limits: Limits, general: dict[str, Schema]
+) -> dict[type[msgspec.Struct], dict[str, Schema]]:
+    """Return the schemas of fields that the chat API does not have, or has in another form.
 
-
-def typed_object(properties: dict[str, Schema], *required: str) -> Schema:
-    return {"type": "object", "required": list(required), "properties": properties}
-
-
-def message(*roles: str) -> Schema:
-    return {
-        **typed_object({"role": {"enum": list(roles)}, "content": TEXT}, "role", "content"),
-        "additionalProperties": False,
-    }
-
-
-def other_api_bounds(limits: Limits) -> dict[type[msgspec.Struct], dict[str, Schema]]:
-    """Return the schemas of fields that the chat API does not have, or has in another form."""
+    `general` has the limits of the fields of a chat.
+    """
     messages = {"minItems": 1, "maxItems": limits.messages}
-    tools = {"maxItems": limits.tools}
-    tool_type = {"type": ["string", "null"], "enum": ["custom", None]}
-    anthropic_tool = {"name": NAME, "type": tool_type, "input_schema": PARAMETERS}
-    function = {"type": {"const": "function"}, "name": NAME, "parameters": PARAMETERS}
-    ollama_function = typed_object({"name": NAME, "parameters": PARAMETERS}, "name")
-    ollama_tool = {"type": {"const": "function"}, "function": ollama_function}
-    stop = {"minLength": 1, "maxLength": limits.stop_chars, "pattern": "^[^\\u0000]+$"}
-    ollama: dict[str, Schema] = {
-        "format": {"anyOf": [{"enum": ["", "json", None]}, {"type": "object"}]},
-        "options": one_of_options(),
+    several = {"minItems": 1, "maxItems": limits.prompts - 1}
+    document = {"anyOf": [TEXT, typed_object({"text": TEXT}, "text")]}
+    metadata = {
+        "maxProperties": METADATA_PAIRS,
+        "propertyNames": {"maxLength": METADATA_NAME},
+        "additionalProperties": {"type": "string", "maxLength": METADATA_VALUE},
     }
     return {
         BatchChatRequest: {
             "messages": {
                 "minItems": 1,
-                "items": {"type": "array", "minItems": 1, "items": message("user", "assistant")},
+                "maxItems": limits.prompts,
+                "items": {"type": "array", "items": MESSAGE, **messages},
             },
+            "stream": {"enum": [False, None]},
+            "tools": {"anyOf": [NULL]},
+            "functions": {"anyOf": [NULL]},
         },
         BatchRequest: {
             "endpoint": {"enum": list(BATCH_URLS)},
             "completion_window": {"enum": ["24h", None]},
+            "metadata": metadata,
         },
-        MessagesRequest: {
-            "messages": {**messages, "items": message("user", "assistant")},
-            "system": {"anyOf": [TEXT, {"type": "null"}]},
-            "stop_sequences": {"maxItems": limits.stops, "items": stop},
-            "tools": {**tools, "items": typed_object(anthropic_tool, "name", "input_schema")},
-            "tool_choice": one_of_types({}, "auto", "any", "none"),
-            "thinking": one_of_types({}, *THINKING),
-            "output_config": {
-                "anyOf": [{"type": "null"}, EFFORT | {"additionalProperties": False}]
-            },
+        MessagesRequest: anthropic_bounds(limits),
+        ResponsesRequest: {**responses_bounds(limits, general), "metadata": metadata},
+        **ollama_bounds(limits, general),
+        RerankRequest: {
+            "query": document,
+            "documents": {**several, "items": document},
+            "top_n": {"minimum": 0},
         },
-        ResponsesRequest: {
-            "input": {"anyOf": [{"type": "string", "minLength": 1}, items(message("user"))]},
-            "tools": {**tools, "items": typed_object(function, "type", "name")},
-            "tool_choice": {"enum": ["none", "auto", "required", None]},
-            "text": {"anyOf": [{"type": "null"}, typed_object({"format": {"type": "null"}})]},
-            "reasoning": {"anyOf": [{"type": "null"}, EFFORT]},
-            "truncation": {"enum": ["auto", "disabled", None]},
-            "metadata": {
-                "maxProperties": METADATA_PAIRS,
-                "propertyNames": {"maxLength": METADATA_NAME},
-                "additionalProperties": {"type": "string", "maxLength": METADATA_VALUE},
-            },
+        ScoreRequest: {name: several for pair in SCORE_SIDES for name in pair},
+    }
+
+
+def anthropic_bounds(limits: Limits) -> dict[str, Schema]:
+    stop = {"minLength": 1, "maxLength": limits.stop_chars, "pattern": "^[^\\u0000]+$"}
+    format = one_of_types({"schema": OBJECT}, "json_schema") | {"required": ["type", "schema"]}
+    budget = {"type": ["integer", "null"], "minimum": -1, "maximum": 2**63 - 1}
+    alone = {"disable_parallel_tool_use": SWITCH}
+    return {
+        "messages": {"minItems": 1, "maxItems": limits.messages, "items": TURN},
+        "system": one_or_many(TEXT_BLOCK, NULL),
+        "stop_sequences": {"maxItems": limits.stops, "items": stop},
+        "tools": {"maxItems": limits.tools, "items": CUSTOM_TOOL},
+        "tool_choice": {
+            "anyOf": [
+                NULL,
+                one_of_types(alone, *CHOICES),
+                one_of_types({"name": TEXT, **alone}, "tool") | {"required": ["type", "name"]},
+            ]
         },
+        "thinking": optional(one_of_types({"budget_tokens": budget}, *THINKING)),
+        "output_config": optional(typed_object({**EFFORT, "format": optional(format)})),
+    }
+
+
+def responses_bounds(limits: Limits, general: dict[str, Schema]) -> dict[str, Schema]:
+    schema = typed_object({"type": {"const": "json_schema"}, "schema": OBJECT}, "type", "schema")
+    others = [
+        form
+        for form in general["response_format"]["anyOf"]
+        if form.get("properties", {}).get("type") != {"const": "json_schema"}
+    ]
+    named = {"type": "array", "minItems": 1, "items": NAMED}
+    choices = [
+        {"enum": MODES},
+        one_of_types({"name": TEXT}, "function") | {"required": ["type", "name"]},
+        one_of_types({"tools": named, "mode": {"enum": MODES}}, "allowed_tools")
+        | {"required": ["type", "tools"]},
+    ]
+    return {
+        "input": {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "maxItems": limits.parts, "items": INPUT_ITEM},
+            ]
+        },
+        "tools": {"maxItems": limits.tools, "items": FLAT_TOOL},
+        "tool_choice": {"anyOf": choices},
+        "text": optional(typed_object({"format": {"anyOf": [schema, *others]}})),
+        "reasoning": optional(typed_object(EFFORT)),
+        "truncation": {"enum": ["auto", "disabled", None]},
+    }
+
+
+def ollama_bounds(
+    limits: Limits, general: dict[str, Schema]
+) -> dict[type[msgspec.Struct], dict[str, Schema]]:
+    shared: dict[str, Schema] = {
+        "format": {"anyOf": [{"enum": ["", "json", None]}, OBJECT]},
+        "options": optional(ollama_options(general)),
+    }
+    text: Schema = {"type": "string", "minLength": 1}
+    texts = {"type": "array", "minItems": 1, "maxItems": limits.prompts, "items": TEXT}
+    return {
         OllamaChatRequest: {
-            **ollama,
-            "messages": {**messages, "items": message("system", "user", "assistant")},
-            "tools": {**tools, "items": typed_object(ollama_tool, "type", "function")},
+            **shared,
+            "messages": {"maxItems": limits.messages, "items": OLLAMA_MESSAGE},
+            "tools": {"maxItems": limits.tools, "items": TOOL},
         },
-        OllamaGenerateRequest: ollama,
+        OllamaGenerateRequest: shared,
+        OllamaEmbedRequest: {"input": {"anyOf": [text, texts]}},
+        OllamaEmbeddingRequest: {"prompt": text},
     }
 
 
-def items(schema: Schema) -> Schema:
-    return {"type": "array", "minItems": 1, "items": schema}
-
-
-def one_of_options() -> Schema:
-    """Return the schema of Ollama's options."""
-    number = {"type": "number", "minimum": 0, "maximum": 1}
-    options: dict[str, Schema] = {
-        "temperature": {"type": "number", "minimum": 0, "maximum": 2},
-        "top_p": number,
-        "min_p": number,
-        "num_predict": {"type": "integer", "minimum": 1, "maximum": 2**31},
-        "seed": {"type": "integer", "minimum": 0, "maximum": 2**31},
-    }
-    described = {**typed_object(options), "additionalProperties": False}
-    return {"anyOf": [{"type": "null"}, described]}
+def ollama_options(general: dict[str, Schema]) -> Schema:
+    """Return the schema of Ollama's options, with the limits of the fields of a chat."""
+    schema = msgspec.json.schema(OllamaOptions)["$defs"][OllamaOptions.__name__]
+    properties: dict[str, Schema] = schema["properties"]
+    for name, ours in OPTIONS.items():
+        properties[name] |= general[ours]
+    properties["num_predict"] = NUM_PREDICT
+    return typed_object(properties)
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -181,13 +181,21 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     raw: bool | None = None
 
 
-class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
+class OllamaEmbedFields(msgspec.Struct, kw_only=True):
+    """The fields that /api/embed and /api/embeddings of Ollama have in common."""
+
     model: str | None = None
-    input: str | list[str] | None = None
-    prompt: str | None = None  # The name of the field of /api/embeddings.
     truncate: bool | None = None
     dimensions: int | None = None
     options: dict[str, Any] | None = None
+
+
+class OllamaEmbedRequest(OllamaEmbedFields, kw_only=True):
+    input: str | list[str] | None = None
+
+
+class OllamaEmbeddingRequest(OllamaEmbedFields, kw_only=True):
+    prompt: str | None = None
 
 
 class PoolingFields(msgspec.Struct, kw_only=True):

@@ -403,6 +403,34 @@ EMBEDDINGS = (
     _both(REFUSED, "embedding_types", "use encoding_format", []),
     _both(REFUSED, "mm_processor_kwargs", "the input must be text", {}),
 )  # fmt: skip
+
+
+class Members(NamedTuple):
+    """The members of an object in a request. The header x-ignored-params names all others."""
+
+    honoured: tuple[str, ...]  # They have their effect, or are labels.
+    ignored: tuple[str, ...] = ()  # They are known, so --strict-params accepts them.
+
+
+MESSAGES_MEMBERS = {
+    "output_config": Members(("effort", "format"), ("task_budget",)),
+    "thinking": Members(("type", "budget_tokens", "display")),
+    "tool_choice": Members(("type", "name", "disable_parallel_tool_use")),
+    "tools": Members(
+        ("type", "name", "description", "input_schema", "strict", "cache_control",
+         "eager_input_streaming"),
+        ("allowed_callers", "defer_loading", "input_examples"),
+    ),
+}  # fmt: skip
+RESPONSES_MEMBERS = {
+    "reasoning": Members(("effort",), ("summary", "generate_summary", "context", "mode")),
+    "text": Members(("format",), ("verbosity",)),
+    "tool_choice": Members(("type", "name", "mode", "tools")),
+    "tools": Members(
+        ("type", "name", "description", "parameters", "strict"),
+        ("allowed_callers", "defer_loading", "output_schema"),
+    ),
+}
 APIS: dict[str, tuple[Field, ...]] = {
     "Anthropic's Messages": MESSAGES,
     "OpenAI's Responses": RESPONSES,

@@ -154,6 +154,8 @@ def modernise(body: ChatRequest) -> bool:
         raise invalid_field("functions", "functions is the old form of tools: send one of them")
     body.tools = [{"type": "function", "function": function} for function in body.functions]
     call = body.function_call
+    if isinstance(call, str) and call not in ("none", "auto"):
+        raise invalid_field("function_call", 'function_call must be none, auto or {"name": ...}')
     body.tool_choice = {"type": "function", "function": call} if isinstance(call, dict) else call
     body.parallel_tool_calls = False
     return True

@@ -71,6 +71,10 @@ def read(body: Common, limits: Limits) -> StructuredOutputs | None:
 
     Several fields may contain the same spec. Raises ApiError if they contain different ones.
     """
+    if body.guided_whitespace_pattern == "":
+        raise invalid_field(
+            "guided_whitespace_pattern", "guided_whitespace_pattern must be a non-empty regex"
+        )
     combined: StructuredOutputs | None = None
     names = fields(body)
     for name in names:
@@ -138,7 +142,9 @@ def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
     if kind == "structural_tag":
         return {"grammar": _tag_grammar(name, value)}
     if kind == "json_object":
-        schema = value.get("schema") or value.get("value")
+        schema = next(
+            (value[key] for key in ("schema", "value") if value.get(key) is not None), None
+        )
         return {"json_object": True} if schema is None else {"json": schema}
     if kind == "json":
         return {"json": _content(name, value, "schema", "value")}
@@ -146,7 +152,7 @@ def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
         raise invalid_field(f"{name}.type", f"{name}.type must be {TYPES}, got {kind!r:.64}")
     outer = value.get("json_schema", value.get("value"))
     inner = outer.get("schema") if isinstance(outer, dict) else None
-    if not isinstance(inner, dict):
+    if outer is None:
         inner = value.get("schema")
     if not isinstance(inner, dict):
         raise invalid_field(

@@ -17,9 +17,19 @@ from typing import Any
 from octavo.errors import InvalidRequest
 from octavo.serve.api.api_errors import ApiError, api_error, invalid_field
 from octavo.serve.api.protocol import ChatRequest, Common
+from octavo.serve.api.request_fields import Members
 
+TYPE_WORDS = {
+    str: "a string",
+    int: "an integer",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+}
 WHOLE_MESSAGE = re.compile(r"\w+\.\d+")  # Other places are blocks or fields.
 INDEXED = re.compile(r"\bmessages\.(\d+)\b(\.content\b)?")
+# The types of blocks that consist of a text. A block may lack the type.
+TEXT_BLOCKS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 
 
 @dataclass
@@ -31,6 +41,7 @@ class FieldNames:
     # The place of each message of the chat in the request of the client.
     places: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # The fields without effect.
+    unknown: list[str] = field(default_factory=list)  # Those that the API does not have.
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -132,8 +143,8 @@ def text_of(content: Any, place: str) -> str:
 def block_text(block: Any, place: str) -> str:
     """Return the text of a block of content."""
     text = block.get("text") if isinstance(block, dict) else None
-    if not isinstance(text, str):
-        kind = block.get("type") if isinstance(block, dict) else None
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(text, str) or not (kind is None or kind in TEXT_BLOCKS):
         raise invalid_field(
             place, f"{place} must be a block of text, got {kind!r:.64}: this server takes text only"
         )
@@ -143,11 +154,24 @@ def block_text(block: Any, place: str) -> str:
 def member(value: dict[str, Any], name: str, kind: type, place: str) -> Any:
     """Return a member of an object, or None if it is missing. Raises if it has another type."""
     found = value.get(name)
-    if found is not None and not isinstance(found, kind):
-        words = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
+    if kind is int and isinstance(found, float) and found.is_integer():
+        return int(found)  # JSON has one type for both.
+    is_wrong = kind is int and isinstance(found, bool)  # A bool is an int of Python.
+    if found is not None and (is_wrong or not isinstance(found, kind)):
         where = f"{place}.{name}"
-        raise invalid_field(where, f"{where} must be {words.get(kind, kind.__name__)}")
+        raise invalid_field(where, f"{where} must be {TYPE_WORDS[kind]}")
     return found
+
+
+def note_members(
+    fields: FieldNames, place: str, value: dict[str, Any] | None, members: Members
+) -> None:
+    """Note the members of an object in a request that have no effect."""
+    for name, given in (value or {}).items():
+        if name in members.honoured or given is None:
+            continue
+        known = name in members.ignored
+        (fields.ignored if known else fields.unknown).append(f"{place}.{name[:64]}")
 
 
 def check_object(value: Any, place: str) -> dict[str, Any]:

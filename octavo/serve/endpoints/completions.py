@@ -270,6 +270,8 @@ def read_chat(
     wanted = validate.reply_length(body, CHAT_LENGTHS)
     if wanted is None:
         wanted = default_length(front)
+    if body.thinking_token_budget is not None:
+        validate.check_count("thinking_token_budget", body.thinking_token_budget, -1)
     params = _prompt_logprobs(body, params, limits.top_logprobs)
     params = _logprobs(body, shape, params, top)
     _check_minimum(params, wanted)

@@ -15,10 +15,12 @@ from octavo.serve.api.protocol import (
 from octavo.serve.api.reply_writer import ReplyParser
 from octavo.serve.api.request_fields import OLLAMA_TABLE
 from octavo.serve.api.request_reasoning import model_style
+from octavo.serve.api.translation import Translation
 from octavo.serve.endpoints.completions import answer, prepare_completion
 from octavo.serve.endpoints.translated import (
     finish_headers,
     prepare,
+    read,
 )
 from octavo.serve.http.exchange import Exchange
 
@@ -27,10 +29,10 @@ async def chat(exchange: Exchange) -> None:
     front = exchange.front
     config = front.config
     body, unknown = await exchange.body(OllamaChatRequest, generates=True)
-    if not body.messages:
-        return await exchange.reply(loaded_reply(config.name, is_chat=True))
     translation = ollama_api.chat_to_chat(body, config.names, config.limits)
     with translation.fields.errors():
+        if not body.messages:
+            return await reply_loaded(exchange, translation, unknown, is_chat=True)
         prepared, shape = await prepare(exchange, translation, unknown, OLLAMA_TABLE)
         parser = shape.parser()
         writer = LineWriter(config.name, parser, shape, front.tokenizer, is_chat=True)
@@ -41,12 +43,12 @@ async def generate(exchange: Exchange) -> None:
     front = exchange.front
     config = front.config
     body, unknown = await exchange.body(OllamaGenerateRequest, generates=True)
-    if not body.prompt:
-        return await exchange.reply(loaded_reply(config.name, is_chat=False))
-    if body.raw:
+    if body.raw and body.prompt:
         return await generate_raw(exchange, body, unknown)
     translation = ollama_api.generate_to_chat(body, config.names)
     with translation.fields.errors():
+        if not body.prompt:
+            return await reply_loaded(exchange, translation, unknown, is_chat=False)
         prepared, shape = await prepare(exchange, translation, unknown, OLLAMA_TABLE)
         parser = shape.parser()
         writer = LineWriter(config.name, parser, shape, front.tokenizer, is_chat=False)
@@ -68,6 +70,16 @@ async def generate_raw(
         parser = ReplyParser(tools=None, reasoning=None)
         writer = LineWriter(config.name, parser, shape, front.tokenizer, is_chat=False)
         await answer(exchange, prepared, writer, shape.stream)
+
+
+async def reply_loaded(
+    exchange: Exchange, translation: Translation, unknown: dict[str, Any], is_chat: bool
+) -> None:
+    """Answer a request without a prompt, which says only that the model is loaded."""
+    asked, _ = read(exchange, translation, unknown, OLLAMA_TABLE)
+    asked.params.check_vocabulary(exchange.front.client.model.vocab_size)
+    finish_headers(translation.fields, asked.headers)
+    await exchange.reply(loaded_reply(exchange.front.config.name, is_chat), asked.headers)
 
 
 async def tags(exchange: Exchange) -> None:

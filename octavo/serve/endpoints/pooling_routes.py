@@ -14,12 +14,14 @@ from octavo.collect import Collector
 from octavo.pooling import PoolingParams, Vector, pooling_sampling
 from octavo.serve.api import embeddings as api
 from octavo.serve.api import prompt, validate
-from octavo.serve.api.api_errors import invalid_field
+from octavo.serve.api.api_errors import invalid_field, unsupported
 from octavo.serve.api.ollama_api import SECOND, served_name
 from octavo.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    OllamaEmbeddingRequest,
+    OllamaEmbedFields,
     OllamaEmbedRequest,
     PoolingRequest,
     RerankRequest,
@@ -105,8 +107,8 @@ async def ollama_embed(exchange: Exchange) -> None:
 
 async def ollama_embeddings(exchange: Exchange) -> None:
     """Reply with one embedding, as older clients of Ollama expect it."""
-    body, unknown = await exchange.body(OllamaEmbedRequest, generates=True)
-    pooled = await pool_ollama(exchange, body, body.prompt, unknown)
+    body, unknown = await exchange.body(OllamaEmbeddingRequest, generates=True)
+    pooled = await pool_ollama(exchange, body, body.prompt, unknown, "prompt")
     await exchange.reply({"embedding": pooled.vectors[0].tolist()}, pooled.headers)
 
 
@@ -123,14 +125,21 @@ async def pool_input(
 
 
 async def pool_ollama(
-    exchange: Exchange, body: OllamaEmbedRequest, texts: Any, unknown: dict[str, Any]
+    exchange: Exchange,
+    body: OllamaEmbedFields,
+    texts: Any,
+    unknown: dict[str, Any],
+    param: str = "input",
 ) -> Pooled:
     front = exchange.front
+    for name in {"input", "prompt"} & unknown.keys():
+        raise unsupported(name, f"on this route, the text is in {param}")
     if not texts:
-        raise invalid_field("input", "the request must have a text or a list of texts")
+        kinds = "a text or a list of texts" if param == "input" else "a text"
+        raise invalid_field(param, f"{param} must be {kinds}")
     fields = api.ollama_fields(body, served_name(body.model, front.config.names))
     params = api.params_of(fields, body.dimensions, front.client.model.hidden_size)
-    names = FieldNames({"prompt": "input"}, ignored=["options"] if body.options else [])
+    names = FieldNames({"prompt": param}, ignored=["options"] if body.options else [])
     request = api.completion_of(fields, texts)
     return await pool(exchange, request, names, unknown, params, table=OLLAMA_TABLE)
 

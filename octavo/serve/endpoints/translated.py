@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.serve.api import prompt, validate
+from octavo.serve.api.api_errors import unsupported
 from octavo.serve.api.replies import Shape
 from octavo.serve.api.request_fields import Field
 from octavo.serve.api.translation import FieldNames, Translation
-from octavo.serve.api.validate import Prepared
+from octavo.serve.api.validate import LABEL, Asked, Prepared
 from octavo.serve.endpoints.completions import prepare_chat, read_chat
 from octavo.serve.http.exchange import Exchange
 
@@ -22,6 +23,7 @@ async def prepare(
     table: Mapping[str, Field],
 ) -> tuple[Prepared, Shape]:
     """Check a translated request. `table` has the fields of its API."""
+    check_members(exchange, translation.fields)
     prepared, shape = await prepare_chat(
         exchange.front, exchange.caller, translation.chat, unknown, table
     )
@@ -36,16 +38,37 @@ async def count_prompt(
     table: Mapping[str, Field],
 ) -> tuple[int, dict[str, str]]:
     """Return the number of tokens in the prompt, and the headers of the reply."""
+    asked, shape = read(exchange, translation, unknown, table)
     front = exchange.front
     chat = translation.chat
-    asked, shape = read_chat(front, exchange.caller, chat, unknown, table)
+    asked.params.check_vocabulary(front.client.model.vocab_size)
     ids = await prompt.chat_ids(front, chat, asked, shape.tools, context=sys.maxsize)
     finish_headers(translation.fields, asked.headers)
     return len(ids), asked.headers
 
 
+def read(
+    exchange: Exchange,
+    translation: Translation,
+    unknown: dict[str, Any],
+    table: Mapping[str, Field],
+) -> tuple[Asked, Shape]:
+    """Check a translated request except for its prompt."""
+    check_members(exchange, translation.fields)
+    return read_chat(exchange.front, exchange.caller, translation.chat, unknown, table)
+
+
+def check_members(exchange: Exchange, fields: FieldNames) -> None:
+    """Refuse unknown members of objects in a request if the server refuses unknown fields."""
+    if fields.unknown and exchange.front.config.strict_params:
+        raise unsupported(
+            fields.unknown[0], "this server refuses unknown parameters (--strict-params)"
+        )
+
+
 def finish_headers(fields: FieldNames, headers: dict[str, str]) -> None:
     """Name the ignored fields as the client does."""
-    validate.ignore(headers, *dict.fromkeys(fields.ignored[:20]))
+    names = dict.fromkeys(filter(LABEL.fullmatch, [*fields.ignored, *fields.unknown]))
+    validate.ignore(headers, *list(names)[:20])
     if "x-ignored-params" in headers:
         headers["x-ignored-params"] = fields.rename(headers["x-ignored-params"])

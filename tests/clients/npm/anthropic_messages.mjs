@@ -1,7 +1,10 @@
 import Anthropic from '@anthropic-ai/sdk';
-import { citySchema, model, question, report, system, url, weatherQuestion } from './common.mjs';
+import {
+  callQuestion, citySchema, model, parrot, parrotUrl, question, report, system, url, weatherOf, weatherQuestion,
+} from './common.mjs';
 
-const client = new Anthropic({ baseURL: url, apiKey: 'unused', maxRetries: 0 });
+const connect = (base) => new Anthropic({ baseURL: base, apiKey: 'unused', maxRetries: 0 });
+const client = connect(url);
 const greedy = { model, temperature: 0, max_tokens: 60 };
 const messages = [{ role: 'user', content: question }];
 
@@ -13,21 +16,23 @@ const asked = { role: 'user', content: weatherQuestion };
 const forced = { ...greedy, messages: [asked], tools, tool_choice: { type: 'tool', name: 'get_weather' } };
 const called = await client.messages.create(forced);
 const joined = await client.messages.stream(forced).finalMessage();
-const answer = await client.messages.create({
-  ...greedy,
-  tools,
+
+const chosen = { model: parrot, max_tokens: 200, tools };
+const first = { role: 'user', content: callQuestion };
+const turn = await connect(parrotUrl).messages.create({ ...chosen, messages: [first] });
+const call = turn.content.find((block) => block.type === 'tool_use');
+const answer = await connect(parrotUrl).messages.create({
+  ...chosen,
   messages: [
-    asked,
-    { role: 'assistant', content: called.content },
-    { role: 'user', content: [{ type: 'tool_result', tool_use_id: called.content[0].id, content: 'It rains.' }] },
+    first,
+    { role: 'assistant', content: turn.content },
+    { role: 'user', content: [{ type: 'tool_result', tool_use_id: call.id, content: weatherOf(call.input.city) }] },
   ],
 });
 
-const structured = await client.messages.create({
-  ...greedy,
-  messages,
-  output_config: { format: { type: 'json_schema', schema: citySchema } },
-});
+const structured = { ...greedy, messages, output_config: { format: { type: 'json_schema', schema: citySchema } } };
+const object = await client.messages.create(structured);
+const streamedObject = await client.messages.stream(structured).finalText();
 const counted = await client.messages.countTokens({ model, system, messages });
 
 report({
@@ -35,8 +40,9 @@ report({
   streamed,
   call: called.content[0],
   streamed_call: joined.content[0],
-  answered: answer.content.length > 0,
-  object: JSON.parse(structured.content[0].text),
+  answer: answer.content[0].text,
+  object: JSON.parse(object.content[0].text),
+  streamed_object: JSON.parse(streamedObject),
   counted: counted.input_tokens,
   input: whole.usage.input_tokens + (whole.usage.cache_read_input_tokens ?? 0),
 });

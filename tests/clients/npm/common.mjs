@@ -1,8 +1,13 @@
-// What every program here asks: the same question, tool and schema.
+// What every program here asks: the same questions, tool and schema.
 import { z } from 'zod';
 
 export const url = process.argv[2];
 export const model = 'smollm2';
+// A server whose model repeats the last message, so that a message can hold the call of a tool.
+export const parrotUrl = process.argv[3];
+export const parrot = 'tiny';
+export const callQuestion = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>';
+export const weatherOf = (city) => `It rains in ${city}.`;
 export const system = 'Answer in one word.';
 export const question = 'What is the capital of France?';
 export const weatherQuestion = 'Is it raining in Paris?';

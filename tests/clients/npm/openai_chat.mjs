@@ -1,7 +1,10 @@
 import OpenAI from 'openai';
-import { citySchema, model, question, report, system, url, weatherQuestion } from './common.mjs';
+import {
+  callQuestion, citySchema, model, parrot, parrotUrl, question, report, system, url, weatherOf, weatherQuestion,
+} from './common.mjs';
 
-const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: 'unused', maxRetries: 0 });
+const connect = (base) => new OpenAI({ baseURL: `${base}/v1`, apiKey: 'unused', maxRetries: 0 });
+const client = connect(url);
 const greedy = { model, temperature: 0, max_tokens: 60 };
 const messages = [{ role: 'system', content: system }, { role: 'user', content: question }];
 
@@ -12,20 +15,27 @@ for await (const chunk of await client.chat.completions.create({ ...greedy, mess
 }
 
 const weather = { name: 'get_weather', description: 'The weather in a city.', parameters: citySchema };
+const tools = [{ type: 'function', function: weather }];
 const forced = {
   ...greedy,
   messages: [{ role: 'user', content: weatherQuestion }],
-  tools: [{ type: 'function', function: weather }],
+  tools,
   tool_choice: { type: 'function', function: { name: 'get_weather' } },
 };
 const called = await client.chat.completions.create(forced);
 const joined = await client.chat.completions.stream(forced).finalChatCompletion();
 
-const structured = await client.chat.completions.create({
-  ...greedy,
-  messages,
-  response_format: { type: 'json_schema', json_schema: { name: 'answer', schema: citySchema, strict: true } },
+const run = connect(parrotUrl).chat.completions.runTools({
+  model: parrot,
+  max_tokens: 200,
+  messages: [{ role: 'user', content: callQuestion }],
+  tools: [{ type: 'function', function: { ...weather, function: ({ city }) => weatherOf(city), parse: JSON.parse } }],
 });
+
+const schema = { name: 'answer', schema: citySchema, strict: true };
+const structured = { ...greedy, messages, response_format: { type: 'json_schema', json_schema: schema } };
+const object = await client.chat.completions.create(structured);
+const streamedObject = await client.chat.completions.stream(structured).finalChatCompletion();
 const embedded = await client.embeddings.create({ model, input: ['a', 'b'] });
 
 report({
@@ -33,6 +43,8 @@ report({
   streamed,
   call: called.choices[0].message.tool_calls[0].function,
   streamed_call: joined.choices[0].message.tool_calls[0].function,
-  object: JSON.parse(structured.choices[0].message.content),
+  answer: await run.finalContent(),
+  object: JSON.parse(object.choices[0].message.content),
+  streamed_object: JSON.parse(streamedObject.choices[0].message.content),
   embeddings: embedded.data.map((entry) => entry.embedding.length),
 });

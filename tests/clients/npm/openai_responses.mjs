@@ -1,7 +1,10 @@
 import OpenAI from 'openai';
-import { citySchema, model, question, report, system, url, weatherQuestion } from './common.mjs';
+import {
+  callQuestion, citySchema, model, parrot, parrotUrl, question, report, system, url, weatherOf, weatherQuestion,
+} from './common.mjs';
 
-const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: 'unused', maxRetries: 0 });
+const connect = (base) => new OpenAI({ baseURL: `${base}/v1`, apiKey: 'unused', maxRetries: 0 });
+const client = connect(url);
 const greedy = { model, temperature: 0, max_output_tokens: 60 };
 
 const whole = await client.responses.create({ ...greedy, instructions: system, input: question });
@@ -16,26 +19,28 @@ const tools = [{ type: 'function', name: 'get_weather', description: 'The weathe
 const forced = { ...greedy, input: weatherQuestion, tools, tool_choice: { type: 'function', name: 'get_weather' } };
 const called = await client.responses.create(forced);
 const joined = await client.responses.stream(forced).finalResponse();
-const call = called.output.find((item) => item.type === 'function_call');
-const answer = await client.responses.create({
-  ...greedy,
-  tools,
-  previous_response_id: called.id,
-  input: [{ type: 'function_call_output', call_id: call.call_id, output: 'It rains.' }],
+
+const chosen = { model: parrot, max_output_tokens: 200, tools };
+const first = await connect(parrotUrl).responses.create({ ...chosen, input: callQuestion });
+const call = first.output.find((item) => item.type === 'function_call');
+const answer = await connect(parrotUrl).responses.create({
+  ...chosen,
+  previous_response_id: first.id,
+  input: [{ type: 'function_call_output', call_id: call.call_id, output: weatherOf(JSON.parse(call.arguments).city) }],
 });
 
-const structured = await client.responses.create({
-  ...greedy,
-  input: question,
-  text: { format: { type: 'json_schema', name: 'answer', schema: citySchema, strict: true } },
-});
+const format = { type: 'json_schema', name: 'answer', schema: citySchema, strict: true };
+const structured = { ...greedy, input: question, text: { format } };
+const object = await client.responses.create(structured);
+const streamedObject = await client.responses.stream(structured).finalResponse();
 
 report({
   text: whole.output_text,
   streamed,
   last_event: kinds.at(-1),
-  call,
+  call: called.output.find((item) => item.type === 'function_call'),
   streamed_call: joined.output.find((item) => item.type === 'function_call'),
-  answered: answer.status,
-  object: JSON.parse(structured.output_text),
+  answer: answer.output_text,
+  object: JSON.parse(object.output_text),
+  streamed_object: JSON.parse(streamedObject.output_text),
 });

@@ -1,36 +1,57 @@
-// Usage: vercel_ai.mjs URL PROVIDER
+// Usage: vercel_ai.mjs URL PARROT_URL PROVIDER
 import { createAnthropic } from '@ai-sdk/anthropic';
 import { createOpenAI } from '@ai-sdk/openai';
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
-import { generateObject, generateText, streamText, tool } from 'ai';
-import { City, model as name, question, report, system, url, weatherQuestion } from './common.mjs';
+import { generateObject, generateText, stepCountIs, streamObject, streamText, tool } from 'ai';
+import {
+  callQuestion, City, model as name, parrot, parrotUrl, question, report, system, url, weatherOf, weatherQuestion,
+} from './common.mjs';
 
-const options = { baseURL: `${url}/v1`, apiKey: 'unused' };
 const providers = {
-  openai: () => createOpenAI(options)(name), // over /v1/responses
-  'openai-chat': () => createOpenAI(options).chat(name),
-  'openai-compatible': () =>
-    createOpenAICompatible({ ...options, name: 'octavo', supportsStructuredOutputs: true })(name),
-  anthropic: () => createAnthropic(options)(name),
+  openai: (options, id) => createOpenAI(options)(id), // over /v1/responses
+  'openai-chat': (options, id) => createOpenAI(options).chat(id),
+  'openai-compatible': (options, id) =>
+    createOpenAICompatible({ ...options, name: 'octavo', supportsStructuredOutputs: true })(id),
+  anthropic: (options, id) => createAnthropic(options)(id),
 };
-const model = providers[process.argv[3]]();
+const connect = (base, id) => providers[process.argv[4]]({ baseURL: `${base}/v1`, apiKey: 'unused' }, id);
+const model = connect(url, name);
 const greedy = { model, temperature: 0, maxOutputTokens: 60, maxRetries: 0 };
 
 const whole = await generateText({ ...greedy, system, prompt: question });
 let streamed = '';
 for await (const piece of streamText({ ...greedy, system, prompt: question }).textStream) streamed += piece;
 
-const tools = { get_weather: tool({ description: 'The weather in a city.', inputSchema: City }) };
-const forced = { ...greedy, prompt: weatherQuestion, tools, toolChoice: { type: 'tool', toolName: 'get_weather' } };
+const weather = { description: 'The weather in a city.', inputSchema: City };
+const forced = {
+  ...greedy,
+  prompt: weatherQuestion,
+  tools: { get_weather: tool(weather) },
+  toolChoice: { type: 'tool', toolName: 'get_weather' },
+};
 const called = await generateText(forced);
 const streamedCalls = await streamText(forced).toolCalls;
 
-const structured = await generateObject({ ...greedy, schema: City, prompt: question });
+const answer = await generateText({
+  model: connect(parrotUrl, parrot),
+  maxOutputTokens: 200,
+  maxRetries: 0,
+  prompt: callQuestion,
+  tools: { get_weather: tool({ ...weather, execute: async ({ city }) => weatherOf(city) }) },
+  stopWhen: stepCountIs(2),
+});
+
+const structured = { ...greedy, schema: City, prompt: question };
+const object = await generateObject(structured);
+let streamedObject;
+for await (const part of streamObject(structured).partialObjectStream) streamedObject = part;
 
 report({
   text: whole.text,
   streamed,
   call: called.toolCalls[0],
   streamed_call: streamedCalls[0],
-  object: structured.object,
+  answer: answer.text,
+  object: object.object,
+  streamed_object: streamedObject,
 });
