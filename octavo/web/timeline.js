@@ -76,7 +76,7 @@ export function axisOfTokens(steps) {
   const interval = Math.max(1, niceInterval(most / 3));
   const ticks = [];
   // A number close to the largest one would be written over it.
-  for (let tick = 0; tick < most - 0.6 * interval; tick += interval) ticks.push(tick);
+  for (let tick = 0; tick < most - 0.7 * interval; tick += interval) ticks.push(tick);
   return { most, ticks: [...ticks, most] };
 }
 
@@ -91,10 +91,12 @@ function drawTokenAxis(context, { most, ticks }, pixels) {
     context.fillStyle = colour("line");
     context.fillRect(GUTTER - 3, Math.round(y), pixels - GUTTER + 3, 1);
     context.fillStyle = colour("dim");
-    context.fillText(count(tick), GUTTER - 6, y);
+    // The outer numbers stay clear of the words above and below the axis.
+    const aside = tick === 0 ? -4 : tick === most ? 4 : 0;
+    context.fillText(count(tick), GUTTER - 6, y + aside);
   }
   context.textBaseline = "alphabetic";
-  context.fillText("tokens", GUTTER - 6, AXIS - 7);
+  context.fillText("tokens", GUTTER - 6, AXIS - 6);
   context.textAlign = "left";
 }
 

@@ -58,6 +58,7 @@ for (const name of ["pointerup", "pointercancel"]) {
 
 const heading = (text) => element("h3", "", text);
 const capitalised = (words) => `${words[0].toUpperCase()}${words.slice(1)}`;
+const areOf = (n) => `${count(n)} ${n === 1 ? "is" : "are"}`;
 const paragraph = (...content) => element("p", "", ...content);
 
 // ---- parts --------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ const RULES = {
     const missing = Math.max(needed - available, 0);
     return [
       paragraph(
-        `A request starts only if there are blocks for its whole first chunk. It needs ${plural(needed, "block")}. ${count(free)} are free and ${count(cached)} are cached, so ${missing ? `${plural(missing, "block")} ${missing === 1 ? "is" : "are"} missing` : "there are enough by now, and the next step can start it"}. ${plural(used, "block")} are held by:`,
+        `A request starts only if there are blocks for its whole first chunk. It needs ${plural(needed, "block")}. ${areOf(free)} free and ${areOf(cached)} cached, so ${missing ? `${plural(missing, "block")} ${missing === 1 ? "is" : "are"} missing` : "there are enough by now, and the next step can start it"}. ${plural(used, "block")} ${used === 1 ? "is" : "are"} held by:`,
       ),
       holders(state),
     ];
@@ -441,6 +442,7 @@ function explainPreemptions(seq, page) {
   const found = [];
   let waited = 0;
   let recomputed = 0;
+  let lost = 0; // Positions of a preemption after which it has not resumed.
   marks.forEach((mark, i) => {
     if (mark.kind !== "preempted") return;
     const again = marks.slice(i + 1).find((other) => other.kind === "admitted");
@@ -448,6 +450,7 @@ function explainPreemptions(seq, page) {
     const other = page.names.at(mark.beneficiary, page.index);
     waited += (again?.time ?? Math.min(page.now, lane.end)) - mark.time;
     recomputed += again?.recomputed ?? 0;
+    lost = again ? 0 : (span?.positions ?? 0);
     const cost = again
       ? `It waited ${spell(again.time - mark.time)}. Of its ${plural(span?.positions ?? 0, "position")}, ${count(again.cached)} were still cached${again.loads.length ? ` (${plural(again.loads.length, "block")} loaded from host memory)` : ""} and ${count(again.recomputed)} had to be computed again.`
       : `It lost ${plural(span?.positions ?? 0, "position")} and still waits. When it resumes, it computes again what is no longer cached.`;
@@ -476,7 +479,7 @@ function explainPreemptions(seq, page) {
     element(
       "p",
       "rule",
-      `${spell(waited)} of waiting${seq.state === "waiting" ? " so far" : ""}, and ${plural(recomputed, "token")} computed again.`,
+      `${spell(waited)} of waiting${seq.state === "waiting" ? " so far" : ""}, and ${plural(recomputed, "token")} computed again.${seq.state === "waiting" ? ` When it resumes, up to ${plural(lost, "token")} more.` : ""}`,
     ),
     many,
     element("ul", "plain", ...found),
@@ -607,7 +610,7 @@ const GUIDE = [
   [
     "Which blocks are shared?",
     "shared prefix",
-    "On the wall, a shared block has a frame and the colours of its owners. Click one.",
+    "On the wall, a shared block has a frame and the colours of its owners. This panel lists them below.",
   ],
 ];
 

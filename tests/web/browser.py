@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -115,6 +115,18 @@ class Watched:
             "step => document.getElementById('clock').textContent.startsWith(`step ${step} `)",
             arg=f"{step:,}",
         )
+
+    def time_processor(self) -> Callable[[], float]:
+        """Return a function that returns the processor time of the main thread from now on, or from
+        the next page on."""
+        session = self.context.new_cdp_session(self.page)
+        session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+        def seconds() -> float:
+            metrics = session.send("Performance.getMetrics")["metrics"]
+            return float(next(each["value"] for each in metrics if each["name"] == "ThreadTime"))
+
+        return seconds
 
     def close(self) -> None:
         self.context.close()
