@@ -33,6 +33,7 @@ READ_VIEWS = """async () => {
     steps: page.spans.steps.filter((step) => step.at <= page.index).slice(-40)
       .map(({ number, prefill, decode }) => [number, prefill, decode]),
     timeline: document.getElementById("timeline").ariaLabel,
+    explains: !document.getElementById("why").hidden,
     title: visible("#why .title").map(text),
     shared: visible("#why .shared-blocks li").map((item) => ({
       owners: [...item.querySelectorAll(".chip")].map(text),

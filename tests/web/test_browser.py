@@ -144,7 +144,7 @@ def compare(watched: Watched, recording: bytes) -> StreamMirror:
     assert counts["waiting"] == sum(state == "waiting" for state in live.values())
     assert counts["decode"] + counts["prefill"] == mirror.running
     compare_reasons_and_steps(views, recording, names)
-    if not views["title"]:  # Nothing is chosen, so that "Why?" lists all shared blocks.
+    if views["explains"] and not views["title"]:  # With nothing chosen, it lists shared blocks.
         compare_shared(views["shared"], owners)
     return mirror
 
@@ -253,7 +253,9 @@ def test_a_paused_page_holds_whatever_happens_on_the_server(
         page.mouse.move(0, 0)
         page.wait_for_timeout(250)
         before = page.evaluate(READ_ALL)
-        page.wait_for_function("parseInt(document.getElementById('live').innerText.slice(9)) > 20")
+        page.wait_for_function(
+            "() => parseInt(document.getElementById('live').innerText.slice(9)) > 20"
+        )
         page.evaluate("dispatchEvent(new Event('resize'))")
         page.keyboard.press("Escape")  # Draws everything again.
         page.wait_for_timeout(250)

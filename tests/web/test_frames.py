@@ -118,7 +118,9 @@ def play(page: Page) -> None:
         page.click("#pause")
     page.evaluate("location.hash = ''")
     page.evaluate("location.hash = 'step=60'")
-    page.wait_for_function("document.getElementById('clock').innerText.startsWith('step 60 ')")
+    page.wait_for_function(
+        "() => document.getElementById('clock').innerText.startsWith('step 60 ')"
+    )
     page.click("#pause")
     page.wait_for_timeout(300)
 
