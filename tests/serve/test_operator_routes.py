@@ -33,6 +33,7 @@ def test_load_and_ping(running: Running) -> None:
         ({"messages": HI, "max_tokens": 2}, "choices"),
         ({"prompt": "x", "max_tokens": 2}, "choices"),
         ({"input": "x"}, "data"),
+        ({"messages": HI, "encoding_format": "float"}, "data"),
         ({"query": "x", "documents": ["y"]}, "results"),
         ({"text_1": "x", "text_2": "y"}, "data"),
     ],

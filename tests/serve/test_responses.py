@@ -56,9 +56,10 @@ FIELDS = FieldChecks(
         "truncation": ({"truncation": "auto"}, {}),
         "metadata": ({"metadata": {"a": "b"}}, {}),
         "chat_template_kwargs": ({"chat_template_kwargs": {"messages": []}}, {}),
+        "background": ({"background": True}, {}),
+        "enable_response_messages": ({"enable_response_messages": True}, {}),
     },
     asks={
-        "background": True,
         "conversation": "x",
         "prompt": {"id": "x"},
         "context_management": [{"type": "x"}],
@@ -191,6 +192,71 @@ def test_a_response_is_cancelled_while_it_is_generated(running: Running) -> None
     assert response["status"] == "failed" and response["error"]["code"] == "cancelled"
 
 
+def wait_for(running: Running, id: str, *unfinished: str) -> dict[str, Any]:
+    """Return a response as soon as its status is none of these."""
+    limit = time.monotonic() + 30
+    while time.monotonic() < limit:
+        found: dict[str, Any] = running.get(f"{PATH}/{id}").json()
+        if found["status"] not in unfinished:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"the response is still {found['status']}")
+
+
+def test_a_response_in_the_background_is_read_when_it_is_complete(running: Running) -> None:
+    direct = running.post(PATH, BASE).json()
+    begun = running.post(PATH, {**BASE, "background": True}).json()
+    assert (begun["status"], begun["background"], begun["output"]) == ("queued", True, [])
+    found = wait_for(running, begun["id"], "queued", "in_progress")
+    assert found["status"] == "incomplete" and found["background"] is True
+    assert without_ids(found["output"]) == without_ids(direct["output"])
+    check_error(running.post(f"{PATH}/{direct['id']}/cancel", {}), 400, "id")
+    assert running.post(f"{PATH}/{begun['id']}/cancel", {}).json() == found, "it is complete"
+    continued = running.post(PATH, {**BASE, "previous_response_id": begun["id"]})
+    assert continued.status_code == 200, continued.text
+
+
+def test_a_response_in_the_background_is_cancelled(running: Running) -> None:
+    body = {"input": "hi", "ignore_eos": True, "background": True}
+    id = running.post(PATH, body).json()["id"]
+    assert wait_for(running, id, "queued")["status"] == "in_progress"
+    early = {"input": "x", "previous_response_id": id}
+    check_error(running.post(PATH, early), 400, "previous_response_id", "response_in_progress")
+    check_error(running.http.delete(f"{PATH}/{id}"), 400, "id", "response_in_progress")
+    assert running.post(f"{PATH}/{id}/cancel", {}).json()["status"] == "cancelled"
+    found = running.get(f"{PATH}/{id}").json()
+    assert (found["status"], found["error"], found["output"]) == ("cancelled", None, [])
+    check_error(running.post(PATH, early), 400, "previous_response_id", "response_failed")
+    assert running.http.delete(f"{PATH}/{id}").json()["deleted"] is True
+
+
+def test_a_response_in_the_background_that_fails_keeps_its_error(running: Running) -> None:
+    body = {"input": "hi", "ignore_eos": True, "background": True, "timeout": 0.05}
+    id = running.post(PATH, body).json()["id"]
+    found = wait_for(running, id, "queued", "in_progress")
+    assert found["status"] == "failed" and found["error"]["code"] == "deadline_exceeded"
+
+
+def test_a_request_in_the_background_that_is_invalid_is_refused_at_once(running: Running) -> None:
+    wrong: list[dict[str, Any]] = [{"store": False}, {"stream": True}]
+    for asked in wrong:
+        check_error(running.post(PATH, {**BASE, "background": True, **asked}), 400, "background")
+    bad = {**BASE, "background": True, "input": LONG}
+    check_error(running.post(PATH, bad), 400, "input", "context_length_exceeded")
+
+
+def test_the_messages_of_a_response_are_its_tokens(running: Running) -> None:
+    found = running.post(PATH, {**BASE, "enable_response_messages": True}).json()
+    (prompt,), (reply,) = found["input_messages"], found["output_messages"]
+    assert prompt["type"] == reply["type"] == "raw_message_tokens"
+    assert "hi" in prompt["message"]
+    assert len(prompt["tokens"]) == found["usage"]["input_tokens"]
+    for message in (prompt, reply):
+        text = running.post("/detokenize", {"tokens": message["tokens"]}).json()["prompt"]
+        assert text == message["message"]
+    assert len(reply["tokens"]) == 12
+
+
 def test_errors_name_the_fields_of_this_api(running: Running) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"input": []}, "input"),
@@ -246,7 +312,7 @@ def test_the_store_keeps_the_newest_within_its_bytes() -> None:
         assert store.bytes <= 10_000
     assert 2 < len(store) < 10
     assert store.response("r19", "")["id"] == "r19"
-    with pytest.raises(ApiError, match="no stored response"):
+    with pytest.raises(ApiError, match="not found"):
         store.response("r0", "")
     store.add("", response("huge", 20_000), [])
     assert len(store) == 0 and store.bytes == 0
@@ -260,5 +326,5 @@ def test_the_store_forgets_after_its_time_and_hides_from_other_keys() -> None:
         store.conversation("r", "bob")
     assert caught.value.status == 404
     time.sleep(0.06)
-    with pytest.raises(ApiError, match="no stored response"):
+    with pytest.raises(ApiError, match="not found"):
         store.conversation("r", "alice")

@@ -17,7 +17,7 @@ from octavo.collect import Collector
 from octavo.outputs import CompletionOutput
 from octavo.serve.api.api_errors import ApiError, invalid_field, unsupported
 from octavo.serve.api.protocol import ChatRequest, ResponsesRequest
-from octavo.serve.api.replies import KEEP_ALIVE, Shape
+from octavo.serve.api.replies import KEEP_ALIVE, Shape, prompt_text
 from octavo.serve.api.reply_writer import (
     EVENT_STREAM,
     Delta,
@@ -102,6 +102,7 @@ def to_chat(
         "reasoning_effort": member(body.reasoning or {}, "effort", str, "reasoning"),
         "response_format": text_format(body),
         "chat_template_kwargs": body.chat_template_kwargs,
+        "return_prompt_text": body.enable_response_messages,
     }
     return Translation(ChatRequest(**given), fields), messages
 
@@ -218,6 +219,10 @@ def response_id(request_id: str) -> str:
     return f"resp_{request_id.removeprefix('req_')}"
 
 
+def request_id(response_id: str) -> str:
+    return f"req_{response_id.removeprefix('resp_')}"
+
+
 def error_event(error: ApiError, number: int) -> bytes:
     """Return the event that ends a stream whose response object is lost."""
     body = {
@@ -281,9 +286,12 @@ class ResponseWriter:
 
     def end(self, collectors: list[Collector], error: ApiError | None) -> bytes:
         if error is not None:
-            self.response["status"] = "failed"
-            self.response["error"] = {"code": error.code or error.type, "message": error.message}
+            self.fail(error)
         return self._state(f"response.{self.response['status']}")
+
+    def fail(self, error: ApiError) -> None:
+        self.response["status"] = "failed"
+        self.response["error"] = {"code": error.code or error.type, "message": error.message}
 
     # ---- events ----
 
@@ -386,7 +394,17 @@ class ResponseWriter:
             self.response["status"] = "completed"
             self.response["completed_at"] = int(time.time())
         self.response["usage"] = self._usage(collector)
+        if self._shape.prompt_text:
+            self._add_messages(collector)
         self._completed(self.response)
+
+    def _add_messages(self, collector: Collector) -> None:
+        """Add the texts and the token ids of the prompt and of the reply, as vLLM does."""
+        prompt = prompt_text(self._tokenizer, collector)
+        reply = [id for output in collector.outputs for id in output.token_ids]
+        text = self._tokenizer.decode(reply, skip_special_tokens=False)
+        self.response["input_messages"] = [raw_message(prompt, collector.request.prompt)]
+        self.response["output_messages"] = [raw_message(text, reply)]
 
     def _usage(self, collector: Collector) -> dict[str, Any]:
         prompt = len(collector.request.prompt)
@@ -431,6 +449,10 @@ def new_item(delta: Delta) -> dict[str, Any]:
     }
 
 
+def raw_message(text: str, ids: list[int]) -> dict[str, Any]:
+    return {"type": "raw_message_tokens", "message": text, "tokens": ids}
+
+
 def text_part() -> dict[str, Any]:
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
@@ -454,8 +476,8 @@ def new_response(body: ResponsesRequest, id: str, model: str) -> dict[str, Any]:
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
-        "status": "in_progress",
-        "background": False,
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,

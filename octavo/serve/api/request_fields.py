@@ -298,6 +298,12 @@ RESPONSES = (
     _both(HONOURED, "previous_response_id",
           "continues a stored response; its instructions are not repeated"),
     _both(HONOURED, "store", "false keeps nothing, so that no request can continue the response"),
+    _both(HONOURED, "background",
+          "true replies at once: read the response with GET /v1/responses/ID until its status is "
+          "neither queued nor in_progress", False),
+    _both(HONOURED, "enable_response_messages",
+          "true adds input_messages and output_messages, the texts and token ids of the prompt and "
+          "of the reply", False),
     _both(HONOURED, "max_output_tokens", "the largest number of tokens in the reply"),
     _both(HONOURED, "stream", "true makes the reply a stream of events", False),
     _both(HONOURED, "tools",
@@ -325,7 +331,6 @@ RESPONSES = (
     _both(IGNORED, "prompt_cache_retention", "prompts stay in the cache while there is room"),
     _both(IGNORED, "access_programs", "this is a setting of OpenAI's servers"),
     _both(IGNORED, "image", "the input must be text"),
-    _both(REFUSED, "background", "send the request with stream and read the events", False),
     _both(REFUSED, "conversation", "this server stores responses: use previous_response_id"),
     _both(REFUSED, "prompt", "this server stores no prompts: use instructions"),
     _both(REFUSED, "context_management", "this server does not edit conversations", []),

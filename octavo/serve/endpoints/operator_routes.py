@@ -17,9 +17,12 @@ class Peek(msgspec.Struct):
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     query: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     text_1: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    # Only embeddings have it. Their text may be in `messages`, as that of a chat.
+    encoding_format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 INVOKED: dict[str, Handler] = {
+    "encoding_format": pooling_routes.embeddings,
     "messages": completions.chat_completions,
     "prompt": completions.completions,
     "input": pooling_routes.embeddings,

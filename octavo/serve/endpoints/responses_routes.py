@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import Any
 
 from octavo.serve.api import openai_responses
-from octavo.serve.api.api_errors import invalid_field
+from octavo.serve.api.api_errors import api_error, invalid_field, unsupported
 from octavo.serve.api.openai_responses import ResponseWriter, new_response, response_id
 from octavo.serve.api.protocol import ResponsesRequest
 from octavo.serve.api.request_fields import RESPONSES_TABLE
-from octavo.serve.endpoints.completions import answer
+from octavo.serve.endpoints.completions import answer, open_call
 from octavo.serve.endpoints.translated import prepare
+from octavo.serve.front.client import Call
+from octavo.serve.front.front import Front
 from octavo.serve.http.exchange import Exchange
+
+log = logging.getLogger(__name__)
 
 
 async def create(exchange: Exchange) -> None:
@@ -19,6 +25,7 @@ async def create(exchange: Exchange) -> None:
     caller = exchange.caller
     store = front.responses
     body, unknown = await exchange.body(ResponsesRequest, generates=True)
+    check_background(body)
     earlier: list[dict[str, Any]] = []
     if body.previous_response_id is not None:
         earlier = store.conversation(body.previous_response_id, caller.owner)
@@ -32,8 +39,12 @@ async def create(exchange: Exchange) -> None:
     with translation.fields.errors():
         prepared, shape = await prepare(exchange, translation, unknown, RESPONSES_TABLE)
         response = new_response(body, response_id(caller.id), front.config.name)
-        parser = shape.parser()
-        writer = ResponseWriter(response, parser, shape, front.tokenizer, completed)
+        writer = ResponseWriter(response, shape.parser(), shape, front.tokenizer, completed)
+        if body.background:
+            call = open_call(front, caller, prepared, stream=False)
+            store.begin(response["id"], caller.owner, response)
+            store.keep(asyncio.create_task(run_in_background(front, call, writer)))
+            return await exchange.reply(response, prepared.headers)
         store.begin(response["id"], caller.owner, response)
         try:
             await answer(exchange, prepared, writer, shape.stream)
@@ -41,9 +52,48 @@ async def create(exchange: Exchange) -> None:
             store.end(response["id"])
 
 
+def check_background(body: ResponsesRequest) -> None:
+    if body.background and body.store is False:
+        raise invalid_field(
+            "background",
+            "background can only be used when `store` is true, because the response is read from "
+            "the store",
+        )
+    if body.background and body.stream:
+        raise unsupported("background", "a stream cannot be continued: send one of the two fields")
+
+
+async def run_in_background(front: Front, call: Call, writer: ResponseWriter) -> None:
+    """Run a call whose client has its reply already, and store the response."""
+    response = writer.response
+    try:
+        with call:
+            await call.wait_finished()
+            writer.whole(call.collectors)
+    except Exception as e:
+        error = api_error(e)
+        front.client.refuse(call.id, error)
+        if error is not e:
+            log.exception("request %s failed in the background", call.id)
+        writer.fail(error)
+        if error.code == "cancelled":
+            response |= {"status": "cancelled", "error": None}
+        front.responses.add(call.owner, response, None)
+    finally:
+        front.responses.end(response["id"])
+
+
 async def retrieve(exchange: Exchange) -> None:
-    found = exchange.front.responses.response(exchange.path["id"], exchange.caller.owner)
+    front = exchange.front
+    found = front.responses.response(exchange.path["id"], exchange.caller.owner)
+    if found["status"] == "queued" and not is_waiting(front, found["id"]):
+        found["status"] = "in_progress"
     await exchange.reply(found)
+
+
+def is_waiting(front: Front, id: str) -> bool:
+    """Return whether the request of a response is still in the queue."""
+    return f"{openai_responses.request_id(id)}-0" in front.client.queue_bound.waiting
 
 
 async def delete(exchange: Exchange) -> None:
@@ -53,12 +103,18 @@ async def delete(exchange: Exchange) -> None:
 
 
 async def cancel(exchange: Exchange) -> None:
-    """End a response that is being generated. Its own request gets an error."""
+    """End a response that is being generated. A request that waits for it gets an error."""
     front = exchange.front
     id = exchange.path["id"]
     owner = exchange.caller.owner
     found = front.responses.response(id, owner)
-    if not front.responses.is_open(id, owner):
-        raise invalid_field("id", "the response is complete and cannot be cancelled")
-    front.client.cancel(f"req_{id.removeprefix('resp_')}", owner)
-    await exchange.reply({**found, "status": "cancelled"})
+    if front.responses.is_open(id, owner):
+        if front.client.cancel(openai_responses.request_id(id), owner):
+            found = {**found, "status": "cancelled"}
+    elif not found["background"]:
+        raise invalid_field(
+            "id",
+            "Cannot cancel a synchronous response. It is complete: create it with background to "
+            "cancel it while it is generated",
+        )
+    await exchange.reply(found)

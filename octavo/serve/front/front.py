@@ -121,7 +121,7 @@ def worker_setup(config: ServeConfig, loaded: Loaded) -> Setup:
 
 
 def new_id() -> str:
-    return f"req_{secrets.token_hex(12)}"
+    return f"req_{secrets.token_hex(14)}"  # vLLM's ids have 32 characters too.
 
 
 @dataclass

@@ -7,6 +7,7 @@ the key of the client that created it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ class StoredResponse(NamedTuple):
     owner: str
     expires: float  # A time of time.monotonic().
     response: bytes
-    conversation: bytes  # The messages up to and including the output.
+    # The messages up to and including the output, or None if there is no output.
+    conversation: bytes
 
 
 class ResponseStore:
@@ -34,6 +36,8 @@ class ResponseStore:
         # Responses that are being generated, with their owners. They are not counted, because
         # their requests are limited.
         self._open: dict[str, tuple[str, dict[str, Any]]] = {}
+        # The tasks of responses in the background. asyncio itself does not keep them.
+        self._tasks: set[asyncio.Task[None]] = set()
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -46,8 +50,18 @@ class ResponseStore:
         """Forget a response that is not being generated any more."""
         self._open.pop(id, None)
 
-    def add(self, owner: str, response: dict[str, Any], conversation: list[dict[str, Any]]) -> None:
-        """Store a complete response, and drop the oldest ones if there is no room."""
+    def keep(self, task: asyncio.Task[None]) -> None:
+        """Keep the task of a response in the background until it ends."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def add(
+        self, owner: str, response: dict[str, Any], conversation: list[dict[str, Any]] | None
+    ) -> None:
+        """Store a response that has ended, and drop the oldest ones if there is no room.
+
+        A response that failed has no conversation.
+        """
         expires = time.monotonic() + self._limits.response_seconds
         entry = StoredResponse(owner, expires, _encode(response), _encode(conversation))
         self._stored[response["id"]] = entry
@@ -73,12 +87,24 @@ class ResponseStore:
                 "the previous response is not complete: wait until it ends",
                 "response_in_progress",
             )
-        messages: list[dict[str, Any]] = _decode(
+        messages: list[dict[str, Any]] | None = _decode(
             self._find(id, owner, "previous_response_id").conversation
         )
+        if messages is None:
+            raise invalid_field(
+                "previous_response_id",
+                "the previous response failed or was cancelled, so it has no output to continue",
+                "response_failed",
+            )
         return messages
 
     def delete(self, id: str, owner: str) -> None:
+        if self.is_open(id, owner):
+            raise invalid_field(
+                "id",
+                "the response is not complete: cancel it, or wait until it ends",
+                "response_in_progress",
+            )
         self._find(id, owner)
         self._remove(id)
 
@@ -88,9 +114,9 @@ class ResponseStore:
         if entry is None or entry.owner != owner:
             raise ApiError(
                 404,
-                "this server has no stored response with this id: it was created with store false, "
-                f"was deleted, is older than {self._limits.response_seconds:g} s, or was dropped "
-                "to make room; send the whole conversation as input",
+                f"Response with id {id!r:.80} not found. It was created with store false, was "
+                f"deleted, is older than {self._limits.response_seconds:g} s, or was dropped to "
+                "make room; send the whole conversation as input",
                 "response_not_found",
                 param,
             )
