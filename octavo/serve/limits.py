@@ -96,6 +96,9 @@ class Limits:
     # Stored responses of the Responses API. The oldest are dropped first.
     response_bytes: int = 64 * 2**20
     response_seconds: float = 3600.0
+    # Sessions of SageMaker.
+    sessions: int = 4096
+    session_seconds: float = 1200.0
     # Uploaded files, and the output of batches.
     file_bytes: int = 2**30
     upload_bytes: int = 200 * 2**20  # One file.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.serve.api.api_errors import ApiError
+from octavo.serve.front.sagemaker_sessions import SagemakerSessions
+from octavo.serve.limits import Limits
 from tests.serve.running import NAME, Running, check_error, events, server
 
 HI = [{"role": "user", "content": "hi"}]
@@ -52,6 +56,51 @@ def test_invocations_without_a_route(running: Running) -> None:
         "/invocations", content=b"[1", headers={"content-type": "application/json"}
     )
     check_error(reply, 400, None, "invalid_json")
+
+
+SESSION = "x-amzn-sagemaker-session-id"
+
+
+def test_a_session_of_sagemaker(running: Running) -> None:
+    created = running.post("/invocations", {"requestType": "NEW_SESSION"})
+    id, until = created.headers["x-amzn-sagemaker-new-session-id"].split("; Expires=")
+    expires = datetime.strptime(until, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+    assert 1100 < expires.timestamp() - time.time() < 1201
+    body = {"prompt": "x", "max_tokens": 2}
+    for session in (id, "NEW_SESSION", ""):
+        reply = running.post("/invocations", body, headers={SESSION: session})
+        assert reply.status_code == 200 and "choices" in reply.json()
+    closed = running.post("/invocations", {"requestType": "CLOSE"}, headers={SESSION: id})
+    assert closed.status_code == 200
+    assert closed.headers["x-amzn-sagemaker-closed-session-id"] == id
+    for asked in (body, {"requestType": "CLOSE"}):
+        reply = running.post("/invocations", asked, headers={SESSION: id})
+        check_error(reply, 400, None, "session_not_found")
+    check_error(running.post("/invocations", {"requestType": "CLOSE"}), 424)
+
+
+@pytest.mark.parametrize(
+    "body", [{"requestType": "OPEN"}, {"requestType": "CLOSE", "prompt": "x"}, {"requestType": 1}]
+)
+def test_a_wrong_request_for_a_session(running: Running, body: dict[str, Any]) -> None:
+    check_error(running.post("/invocations", body), 400, "requestType")
+
+
+def test_sessions_are_bounded_and_expire_and_belong_to_a_key() -> None:
+    sessions = SagemakerSessions(Limits(sessions=2, session_seconds=0.2))
+    first, _ = sessions.create("alice")
+    sessions.create("bob")
+    sessions.check(first, "alice")
+    for refused in (lambda: sessions.check(first, "bob"), lambda: sessions.close(first, "bob")):
+        with pytest.raises(ApiError, match="session not found"):
+            refused()
+    with pytest.raises(ApiError) as caught:
+        sessions.create("bob")
+    assert caught.value.status == 429
+    time.sleep(0.25)
+    with pytest.raises(ApiError, match="session not found"):
+        sessions.check(first, "alice")
+    sessions.create("bob")
 
 
 def test_several_conversations_have_a_choice_each(running: Running) -> None:

@@ -23,6 +23,7 @@ TYPES = {
     413: "invalid_request_error",
     415: "invalid_request_error",
     421: "invalid_request_error",
+    424: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
     499: "invalid_request_error",

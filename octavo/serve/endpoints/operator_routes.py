@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from typing import Literal
+
 import msgspec
 
 from octavo.serve.api.api_errors import ApiError, invalid_field
 from octavo.serve.endpoints import completions, file_routes, pooling_routes, routes
+from octavo.serve.front.sagemaker_sessions import NO_SESSION
 from octavo.serve.http.exchange import Exchange, Handler
+
+SESSION = b"x-amzn-sagemaker-session-id"
 
 
 class Peek(msgspec.Struct):
@@ -19,6 +25,14 @@ class Peek(msgspec.Struct):
     text_1: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     # Only embeddings have it. Their text may be in `messages`, as that of a chat.
     encoding_format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    # This is a request for a session, and not for the model.
+    request_type: msgspec.Raw | msgspec.UnsetType = msgspec.field(
+        name="requestType", default=msgspec.UNSET
+    )
+
+
+class SessionRequest(msgspec.Struct, forbid_unknown_fields=True):
+    request_type: Literal["NEW_SESSION", "CLOSE"] = msgspec.field(name="requestType")
 
 
 INVOKED: dict[str, Handler] = {
@@ -44,12 +58,38 @@ async def invocations(exchange: Exchange) -> None:
             peek = msgspec.json.decode(data, type=Peek)
         except (msgspec.MsgspecError, RecursionError):
             raise invalid_field(None, "the body must be a JSON object", "invalid_json") from None
+    if peek.request_type is not msgspec.UNSET:
+        return await change_session(exchange, bytes(data))
+    session = exchange.scope["octavo.headers"].get(SESSION, b"").decode("latin-1")
+    if session not in NO_SESSION:
+        exchange.front.sagemaker_sessions.check(session, exchange.caller.owner)
     for name, handler in INVOKED.items():
         if getattr(peek, name) is not msgspec.UNSET:
             exchange.put_back(bytes(data))
             return await handler(exchange)
     names = ", ".join(INVOKED)
     raise invalid_field(None, f"the request must have one of the fields {names}")
+
+
+async def change_session(exchange: Exchange, data: bytes) -> None:
+    """Create or close a session of SageMaker."""
+    try:
+        asked = msgspec.json.decode(data, type=SessionRequest)
+    except msgspec.MsgspecError:
+        raise invalid_field(
+            "requestType",
+            "the body must have requestType, which is NEW_SESSION or CLOSE, and no other field",
+        ) from None
+    sessions = exchange.front.sagemaker_sessions
+    owner = exchange.caller.owner
+    if asked.request_type == "NEW_SESSION":
+        id, expires = sessions.create(owner)
+        until = datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        headers = {"x-amzn-sagemaker-new-session-id": f"{id}; Expires={until}"}
+        return await exchange.reply({"session_id": id, "expires": until}, headers)
+    id = exchange.scope["octavo.headers"].get(SESSION, b"").decode("latin-1")
+    sessions.close(id, owner)
+    await exchange.reply({"session_id": id}, {"x-amzn-sagemaker-closed-session-id": id})
 
 
 async def load(exchange: Exchange) -> None:

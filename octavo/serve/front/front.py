@@ -21,6 +21,7 @@ from octavo.serve.front.file_store import FileStore
 from octavo.serve.front.keys import Key, Keys
 from octavo.serve.front.metrics import Metrics
 from octavo.serve.front.response_store import ResponseStore
+from octavo.serve.front.sagemaker_sessions import SagemakerSessions
 from octavo.serve.front.tokenize import Texts
 from octavo.serve.front.tracing import ServerSpan, Tracing
 from octavo.serve.front.trials import Trials
@@ -56,6 +57,7 @@ class Front:
         self.text = Texts(self.pool, config.limits.template_seconds, lambda: self.idle)
         self.bodies = BodyMemory(config.limits)
         self.responses = ResponseStore(config.limits)
+        self.sagemaker_sessions = SagemakerSessions(config.limits)
         self.events = EventBuffer()
         self.files = FileStore(config.files_dir, config.limits)
         self.batches = BatchStore(self.files)

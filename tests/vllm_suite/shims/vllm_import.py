@@ -25,16 +25,6 @@ import octavo
 from octavo.text.tokenizer import Tokenizer
 
 
-class Fields(dict):
-    """A result of a tokenizer, whose fields are attributes too."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
 def get_tokenizer(*_: Any, **__: Any) -> Tokenizer:
     from octavo.model.embedded import embedded_path
     from octavo.model.gguf import open_gguf
@@ -66,15 +56,12 @@ class HfTokenizer:
 
     def __call__(self, text: Any, **options: Any) -> Any:
         options.pop("return_tensors", None)
-        found = self._own(text, **options)
-        return Fields(found) if isinstance(found, dict) else found
+        return self._own(text, **options)
 
     def apply_chat_template(self, messages: Any, **options: Any) -> Any:
         for name in ("return_tensors", "padding"):
             options.pop(name, None)
-        as_record = options.pop("return_dict", False)
-        found = self._own.apply_chat_template(messages, **options)
-        return Fields(input_ids=found) if as_record else found
+        return self._own.apply_chat_template(messages, **options)
 
 
 def offline_tokenizers() -> None:
