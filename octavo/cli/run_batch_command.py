@@ -45,6 +45,7 @@ def run_batch(
     chat_template: Annotated[str | None, server_option("chat_template")] = None,
     tool_parser: Annotated[str, server_option("tool_parser")] = "auto",
     reasoning_parser: Annotated[str, server_option("reasoning_parser")] = "auto",
+    thinking_token_budget: Annotated[int | None, server_option("thinking_token_budget")] = None,
     engine: EngineOptions,
 ) -> None:
     """Run a file of requests: [bold]octavo run-batch -i requests.jsonl -o replies.jsonl[/bold]"""
@@ -68,6 +69,7 @@ def run_batch(
         chat_template=chat_template,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        thinking_token_budget=thinking_token_budget,
     )
     with Steps() as steps:
         task = steps.add_task("starting", total=None)

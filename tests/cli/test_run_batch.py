@@ -5,8 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+from typer.testing import Result
+
+from octavo.serve import offline_batch
+from octavo.serve.offline_batch import BatchProgress
+from octavo.serve.serve_config import ServeConfig
 from tests import tiny
 
 
@@ -37,3 +45,24 @@ def test_replies_reach_a_program_that_has_opened_the_file(tmp_path: Path) -> Non
         usage = reply["response"]["body"]["usage"]
         assert usage["completion_tokens"] <= int(reply["custom_id"]) + 1
     assert not target.with_name("replies.jsonl.partial").exists()
+
+
+def test_options_of_the_server_reach_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, octavo: Callable[..., Result]
+) -> None:
+    found: list[ServeConfig] = []
+
+    async def run_file(config: ServeConfig, *_: Any) -> BatchProgress:
+        found.append(config)
+        return BatchProgress()
+
+    monkeypatch.setattr(offline_batch, "run_file", run_file)
+    source = tmp_path / "requests.jsonl"
+    source.touch()
+    given = {"tool_parser": "hermes", "thinking_token_budget": 24, "batch_concurrency": 3}
+    flags = [
+        word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)
+    ]
+    assert octavo("run-batch", "-i", source, "-o", tmp_path / "replies", *flags).exit_code == 0
+    (config,) = found
+    assert {name: getattr(config, name) for name in given} == given

@@ -171,7 +171,10 @@ ERROR = {
     },
 }
 ERRORS = {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR, "OllamaError": OLLAMA_ERROR}
-ERROR_CODES = "400 401 403 404 408 413 415 421 424 429 500 503 504".split()
+ERROR_CODES = [
+    *("400", "401", "403", "404", "408", "413", "415"),
+    *("421", "424", "429", "500", "503", "504"),
+]
 
 # A number of tokens. -1 stands for as many as fit.
 LENGTH = {
