@@ -89,3 +89,8 @@ def run_batch(
             sys.exit(130)
     earlier = f", {done.earlier} of them by an earlier run" if done.earlier else ""
     print(f"{done.done} of {done.total} requests done{earlier}, {done.failed} failed: {target}")
+    if done.invalid:
+        fail(
+            f"lines of {source} that are no requests: {done.invalid}; {target} has an error for each",
+            code=1,
+        )

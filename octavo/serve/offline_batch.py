@@ -28,6 +28,7 @@ class BatchProgress:
     done: int = 0  # including those of an earlier run
     failed: int = 0  # of this run
     earlier: int = 0  # of an earlier run
+    invalid: int = 0  # lines of this run that are no requests
 
 
 async def run_file(
@@ -66,6 +67,7 @@ async def run_file(
                 message = f"line {error.number}: {error}"
                 name = error.custom_id or f"line-{error.number}"
                 if name not in done:
+                    progress.invalid += 1
                     write(error_line(name, "invalid_line", message), False)
 
             runner = LineRunner(front, Table(front), config.batch_concurrency)

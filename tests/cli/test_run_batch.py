@@ -47,6 +47,22 @@ def test_replies_reach_a_program_that_has_opened_the_file(tmp_path: Path) -> Non
     assert not target.with_name("replies.jsonl.partial").exists()
 
 
+def test_a_line_that_is_no_request_fails_the_command_after_the_others(
+    tmp_path: Path, octavo: Callable[..., Result]
+) -> None:
+    source = tmp_path / "requests.jsonl"
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+    good = {"custom_id": "good", "method": "POST", "url": "/v1/completions", "body": body}
+    source.write_text(f'{{"other": 1}}\n{json.dumps(good)}\n')
+    target = tmp_path / "replies.jsonl"
+    flags = ["--model", tiny.model_dir(), "--served-model-name", "tiny", "--max-model-len", "64"]
+    result = octavo("run-batch", "-i", source, "-o", target, *flags)
+    assert result.exit_code == 1 and "that are no requests: 1;" in result.output
+    replies = {line["custom_id"]: line for line in map(json.loads, target.open())}
+    assert replies["line-1"]["error"]["code"] == "invalid_line"
+    assert replies["good"]["response"]["status_code"] == 200
+
+
 def test_options_of_the_server_reach_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, octavo: Callable[..., Result]
 ) -> None:
