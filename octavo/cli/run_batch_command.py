@@ -90,7 +90,5 @@ def run_batch(
     earlier = f", {done.earlier} of them by an earlier run" if done.earlier else ""
     print(f"{done.done} of {done.total} requests done{earlier}, {done.failed} failed: {target}")
     if done.invalid:
-        fail(
-            f"lines of {source} that are no requests: {done.invalid}; {target} has an error for each",
-            code=1,
-        )
+        count = f"lines of {source} that are no requests: {done.invalid}"
+        fail(f"{count}; {target} has an error for each", code=1)

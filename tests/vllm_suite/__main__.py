@@ -89,7 +89,8 @@ def outcome(case: ET.Element) -> Outcome:
         found = case.find(kind)
         if found is not None:
             word = "failed" if kind == "failure" else kind
-            return word, " ".join((found.get("message") or "").split())[:300]
+            why = " ".join((found.get("message") or "").split())
+            return word, why.replace(tempfile.gettempdir(), "TEMPORARY")[:300]
     return "passed", ""
 
 
