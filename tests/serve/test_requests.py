@@ -250,6 +250,7 @@ FINE: dict[str, tuple[str, dict[str, Any]]] = {
     "stop of 64": (CHAT, {"stop": [chr(200 + k) for k in range(64)]}),
     "integers with a point": (CHAT, {"max_tokens": 3.0, "top_k": 5.0, "seed": 7.0, "n": 1.0}),
     "top_logprobs 0 without logprobs": (CHAT, {"top_logprobs": 0}),
+    "logprobs false in a completion": (TEXT, {"logprobs": False}),
     "max_tokens -1": (TEXT, {"prompt": [5] * 1000, "max_tokens": -1}),
     "the smallest of the lengths": (CHAT, {"max_tokens": 2, "max_completion_tokens": 900, "max_new_tokens": -1}),
     "top_k 10^9": (CHAT, {"top_k": 10**9}),

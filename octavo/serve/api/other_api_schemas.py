@@ -34,6 +34,7 @@ from octavo.serve.api.openai_responses import METADATA_NAME, METADATA_PAIRS, MET
 from octavo.serve.api.protocol import (
     BatchChatRequest,
     BatchRequest,
+    CompletionRequest,
     MessagesRequest,
     OllamaChatRequest,
     OllamaEmbeddingRequest,
@@ -78,6 +79,14 @@ def other_api_bounds(
             "stream": {"enum": [False, None]},
             "tools": {"anyOf": [NULL]},
             "functions": {"anyOf": [NULL]},
+        },
+        CompletionRequest: {
+            "logprobs": {
+                "anyOf": [
+                    {"type": "integer", "minimum": 0, "maximum": limits.completion_logprobs},
+                    {"enum": [False, None]},
+                ]
+            },
         },
         BatchRequest: {
             "endpoint": {"enum": list(BATCH_URLS)},

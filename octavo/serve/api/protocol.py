@@ -267,7 +267,7 @@ class OllamaShowRequest(msgspec.Struct, kw_only=True):
 
 class CompletionRequest(OpenAI, kw_only=True):
     prompt: str | list[Any] | None = None  # One or several texts or lists of token ids.
-    logprobs: int | None = None
+    logprobs: int | bool | None = None  # False asks for none, as in a chat.
     parse_special: bool | None = None  # False makes control tokens in a text plain characters.
 
 

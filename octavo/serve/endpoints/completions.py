@@ -357,7 +357,11 @@ def read_completion(
         else 1
     )
     params = validate.choices(body, params, shape.n, many, shape.stream, limits, headers)
-    top = body.logprobs
+    if body.logprobs is True:
+        raise invalid_field(
+            "logprobs", "logprobs of a completion must be a number of tokens, got true"
+        )
+    top = None if body.logprobs is False else body.logprobs
     if top is not None:
         validate.check_count("logprobs", top, 0, limits.completion_logprobs)
     wanted = validate.reply_length(body, COMPLETION_LENGTHS, least=0 if shape.echo else 1)
