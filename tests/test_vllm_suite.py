@@ -69,8 +69,8 @@ def test_the_table_of_tests_counts_each_reason() -> None:
         {"file": "a/test_b.py", "test": "one", "outcome": "error", "reason": "model"},
         {"file": "a/test_b.py", "test": "two", "outcome": "skipped", "reason": "GPUs"},
     ]
-    table = vllm_tests([{"provenance": ORIGIN, "rows": rows}])
-    assert "| the tests that apply | 3 |" in table
+    table = vllm_tests([{"provenance": ORIGIN, "vllm_commit": "c0ffee", "rows": rows}])
+    assert "| the tests that apply, of vLLM's commit `c0ffee` | 3 |" in table
     assert "| pass | 1 |" in table
     assert "| model | 2 | `test_a`, `test_b` |" in table
 

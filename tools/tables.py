@@ -222,7 +222,8 @@ def vllm_tests(results: list[Result]) -> str:
         lines = rows_of(result)
         applicable = [line for line in lines if line["outcome"] != "skipped"]
         passed = [line for line in applicable if line["outcome"] == "passed"]
-        rows.append(["the tests that apply", str(len(applicable)), ""])
+        name = f"the tests that apply, of vLLM's commit `{result['vllm_commit']}`"
+        rows.append([name, str(len(applicable)), ""])
         rows.append(["pass", str(len(passed)), ""])
         counts = Counter(line["reason"] for line in applicable if line["outcome"] != "passed")
         for reason, count in counts.most_common():

@@ -168,7 +168,7 @@ ASKS: dict[str, Any] = {
     "top_n_tokens": 5, "return_full_text": True, "kv_transfer_params": {"a": 1}, "ec_transfer_params": {"a": 1},
     "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "chat_template": "x",
     "chat_template_kwargs": {"a": 1}, "add_generation_prompt": False, "continue_final_message": True, "documents": [{"text": "x"}],
-    "reasoning_effort": "low", "max_completion_tokens": 5, "top_logprobs": 2, "return_prompt_text": True,
+    "reasoning_effort": "low", "top_logprobs": 2, "return_prompt_text": True,
 }  # fmt: skip
 
 

@@ -86,7 +86,8 @@ class Layout:
                 for token_id, logprob in reversed(self._shown(position))
             }
             own = {self._text(tokenizer, token_id): _finite(chosen.logprob)}
-            each.append({**dict(reversed(values.items())), **own})
+            # The chosen token is the first, as in vLLM. The others follow by rank.
+            each.append({**own, **dict(reversed(values.items())), **own})
         chosen_logprobs = [
             None if position is None else _finite(next(iter(position.values())).logprob)
             for position in positions

@@ -69,6 +69,7 @@ def other_api_bounds(
         "propertyNames": {"maxLength": METADATA_NAME},
         "additionalProperties": {"type": "string", "maxLength": METADATA_VALUE},
     }
+    count_of_logprobs = {"type": "integer", "minimum": 0, "maximum": limits.completion_logprobs}
     return {
         BatchChatRequest: {
             "messages": {
@@ -80,14 +81,7 @@ def other_api_bounds(
             "tools": {"anyOf": [NULL]},
             "functions": {"anyOf": [NULL]},
         },
-        CompletionRequest: {
-            "logprobs": {
-                "anyOf": [
-                    {"type": "integer", "minimum": 0, "maximum": limits.completion_logprobs},
-                    {"enum": [False, None]},
-                ]
-            },
-        },
+        CompletionRequest: {"logprobs": {"anyOf": [count_of_logprobs, {"enum": [False, None]}]}},
         BatchRequest: {
             "endpoint": {"enum": list(BATCH_URLS)},
             "completion_window": {"enum": ["24h", None]},

@@ -65,6 +65,7 @@ class Common(msgspec.Struct, kw_only=True):
 
 class OpenAI(Common, kw_only=True):
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     max_new_tokens: int | None = None
     n: int | None = None
     stream: bool | None = None
@@ -82,7 +83,6 @@ class OpenAI(Common, kw_only=True):
 
 class ChatRequest(OpenAI, kw_only=True):
     messages: list[dict[str, Any]] | None = None
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None

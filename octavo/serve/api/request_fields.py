@@ -133,7 +133,7 @@ ENDING = (
     _both(HONOURED, "max_tokens",
           "the largest number of tokens in the reply, where -1 stands for as many as fit; the "
           "default is 16, and in a chat the model's recommendation or as many as fit"),
-    _chat("max_completion_tokens",
+    _both(HONOURED, "max_completion_tokens",
           "another name of max_tokens; the smallest value applies if several are given"),
     _both(HONOURED, "max_new_tokens", "another name of max_tokens"),
     _both(HONOURED, "min_tokens", "the smallest number of tokens in the reply"),

@@ -39,8 +39,7 @@ from octavo.serve.http.exchange import Exchange
 
 log = logging.getLogger(__name__)
 DEFAULT_TOKENS = 16  # The longest reply of a completion that does not set max_tokens.
-COMPLETION_LENGTHS = ("max_tokens", "max_new_tokens")
-CHAT_LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
@@ -267,7 +266,7 @@ def read_chat(
     top = None
     if body.logprobs:
         top = validate.check_count("top_logprobs", body.top_logprobs or 0, 0, limits.top_logprobs)
-    wanted = validate.reply_length(body, CHAT_LENGTHS)
+    wanted = validate.reply_length(body, LENGTHS)
     if wanted is None:
         wanted = default_length(front)
     if body.thinking_token_budget is not None:
@@ -364,7 +363,7 @@ def read_completion(
     top = None if body.logprobs is False else body.logprobs
     if top is not None:
         validate.check_count("logprobs", top, 0, limits.completion_logprobs)
-    wanted = validate.reply_length(body, COMPLETION_LENGTHS, least=0 if shape.echo else 1)
+    wanted = validate.reply_length(body, LENGTHS, least=0 if shape.echo else 1)
     if wanted is None:
         wanted = DEFAULT_TOKENS
     shape.prompt_only = shape.echo and wanted == 0

@@ -16,7 +16,7 @@ from octavo.serve.limits import Limits
 NO_SESSION = ("", "NEW_SESSION")  # Values of the header in requests that belong to no session.
 
 
-class Session(NamedTuple):
+class SagemakerSession(NamedTuple):
     owner: str
     expires: float  # A time of time.time(), which the client sees.
 
@@ -24,7 +24,7 @@ class Session(NamedTuple):
 class SagemakerSessions:
     def __init__(self, limits: Limits):
         self._limits = limits
-        self._found: dict[str, Session] = {}  # The oldest is first, and expires first.
+        self._found: dict[str, SagemakerSession] = {}  # The oldest is first, and expires first.
 
     def create(self, owner: str) -> tuple[str, float]:
         """Return the id of a new session, and when it expires."""
@@ -38,7 +38,7 @@ class SagemakerSessions:
                 retry_after=1.0,
             )
         id = f"session-{secrets.token_hex(16)}"
-        self._found[id] = Session(owner, time.time() + self._limits.session_seconds)
+        self._found[id] = SagemakerSession(owner, time.time() + self._limits.session_seconds)
         return id, self._found[id].expires
 
     def check(self, id: str, owner: str) -> None:
