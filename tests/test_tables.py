@@ -65,7 +65,7 @@ def test_machines_have_a_column_each(tmp_path: Path, monkeypatch: pytest.MonkeyP
         origin = RESULT["provenance"] | {"machine": machine}  # type: ignore[operator]
         text = json.dumps({"rows": [row], "provenance": origin, "partial": name == "b"})
         (tmp_path / f"{name}.json").write_text(text)
-    filled = tables.fill("<!-- table: seeds a.json b.json -->\n<!-- end table -->\n")
+    filled = tables.fill("<!-- table: claims a.json b.json -->\n<!-- end table -->\n")
     assert "| the fair run | H200 | 2 cores, AVX2 |" in filled
     assert "| fast | slow | both | ratio 3.14x | ratio 3.14x |" in filled
     assert "a CPU (2 cores, AVX2), partial." in filled
