@@ -53,6 +53,7 @@ WHY = re.compile(
         r"repetition_detection.min_pattern_size must", "dimensions must be at most",
         "must have one text, or as many as", r"can have at most \d+ prompts",
         "must start with one of the triggers",
+        "is complete and cannot be cancelled",
         "background can only be used when", "background is not supported",
     ))
 )  # fmt: skip
@@ -106,7 +107,7 @@ def check(entry: dict[str, Any], mode: str) -> None:
         reason = error if isinstance(error, str) else f"{error.get('code')} {error['message']}"
         assert WHY.search(reason), (
             error,
-            entry["request"]["postData"]["text"][:2000],
+            entry["request"].get("postData", {}).get("text", "")[:2000],
         )
 
 
