@@ -97,7 +97,7 @@ def outcome(case: ET.Element) -> Outcome:
 def rows_of(file: str, found: dict[str, Outcome]) -> list[dict[str, str]]:
     rows = []
     for test, (word, why) in found.items():
-        reason = "" if word == "passed" else reason_of(file, test)
+        reason = reason_of(file, test) if word in ("failed", "error") else ""
         row = {"file": file, "test": test, "outcome": word, "why": why, "reason": reason}
         rows.append({name: text for name, text in row.items() if text})
     return rows

@@ -42,6 +42,8 @@ REASONS: dict[str, str] = {
     "openai/chat_completion/test_chat_echo.py::test_prompt_logprobs": REFUSED,
     "openai/chat_completion/test_chat_echo.py::test_top_logprobs": REFUSED,
     "openai/chat_completion/test_completion_with_function_calling.py::"
+    "test_function_tool_use[True-auto-False*": SLOW,
+    "openai/chat_completion/test_completion_with_function_calling.py::"
     "test_function_tool_use[*auto*": MODEL,
     "openai/chat_completion/test_completion_with_function_calling.py::"
     "test_function_tool_use[*required*": SLOW,
