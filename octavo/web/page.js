@@ -2,7 +2,7 @@
 // a recording inside this file.
 //
 // All views show one moment, the cursor: a place in the history of events. While the page follows,
-// the cursor is the latest event.
+// the cursor is the latest event that was known when the round of drawing began (rounds.js).
 
 import { letters } from "./colours.js";
 import { byId, count, element, onTheme, plural, readColours, setText } from "./draw.js";
@@ -11,6 +11,7 @@ import { drawLog, onLog } from "./log.js";
 import { drawMetrics } from "./metrics.js";
 import { followMine, isMine } from "./prompt.js";
 import { drawRequests, onRequests } from "./requests.js";
+import { Rounds } from "./rounds.js";
 import { openSource } from "./source.js";
 import { Spans } from "./spans.js";
 import { cloneState } from "./state.js";
@@ -23,7 +24,6 @@ import { drawWhy, onWhy } from "./why.js";
 import { Names } from "./words.js";
 
 const isNarrow = matchMedia("(max-width: 760px)");
-const CALM_MS = 120; // Tables and numbers change at most this often while the page moves.
 
 export const page = {
   history: null,
@@ -33,9 +33,14 @@ export const page = {
   index: 0, // The cursor.
   now: 0, // The time at the cursor, in microseconds.
   follows: true, // The cursor is the latest event.
+  // What the next round of drawing begins with: lists of new lines, and the place to which a replay
+  // has come, or null.
+  pending: [],
+  wanted: null,
   isReplay: false,
   selection: { kind: "none" },
   hovered: 0,
+  isWhole: false, // All panels show the same moment.
 
   // Forgets all events, for a source that begins anew.
   reset() {
@@ -50,18 +55,51 @@ export const page = {
     });
     this.state = null;
     this.index = 0;
+    this.pending = [];
+    this.wanted = null;
   },
 
+  // While the page follows, new lines wait for the next round: they would change the state that the
+  // panels show.
   addLines(lines) {
-    this.history.add(lines);
-    if (this.follows) this.moveTo(this.history.last, true);
+    this.pending.push(lines);
+    if (!this.history.end) this.advance();
+    else if (!this.follows) this.addPending();
     redraw();
   },
 
-  // Moves the cursor behind the line with this index. All panels show it at once, unless the page
-  // goes on moving.
-  moveTo(index, follows = false, isMoving = follows) {
+  // Moves to the latest moment that is asked for. It is called between two rounds of drawing.
+  advance() {
+    const isNew = this.pending.length > 0;
+    this.addPending();
+    if (this.follows && isNew) this.place(this.history.last, true);
+    else if (this.wanted !== null) this.place(this.wanted, false);
+  },
+
+  // Moves the cursor behind the line with this index with the next round of drawing.
+  moveOnTo(index) {
+    this.wanted = index;
+    redraw();
+  },
+
+  // Moves the cursor behind the line with this index. All panels show it in the next frame.
+  moveTo(index, follows = false) {
     if (!this.history.end) return;
+    if (follows) this.addPending();
+    this.place(follows ? this.history.last : index, follows);
+    this.addPending(); // The state at the cursor is a copy now.
+    redraw(true);
+  },
+
+  addPending() {
+    const pending = this.pending;
+    this.pending = [];
+    for (const lines of pending) this.history.add(lines);
+  },
+
+  place(index, follows) {
+    if (!this.history.end) return;
+    this.wanted = null;
     const target = Math.max(this.history.first, Math.min(index, this.history.last));
     const from = { index: this.index, state: this.state };
     if (!follows && target > from.index && target - from.index < 400) {
@@ -75,7 +113,6 @@ export const page = {
     this.follows = follows;
     this.now = this.history.line(target)[3];
     if (follows && !this.isReplay) timeline.followNow();
-    redraw(!isMoving);
   },
 
   // Moves the cursor by steps. It then stands at the end of a step.
@@ -167,33 +204,42 @@ for (const [name, words] of [
 
 // ---- drawing ------------------------------------------------------------------------------------
 
-// Tables and numbers change less often than pictures. Each of these parts is drawn in a frame of
-// its own, so that no frame is long. All of them are drawn at once if the page stands still.
-const PARTS = [
-  (page) => drawTransport(page),
-  ({ state }, marks) => drawRequests(state, marks),
-  (page) => {
-    const { state } = page;
-    const blocks = drawMetrics(page);
-    drawLegend(state, blocks);
-    drawFooter(blocks);
-  },
-  ({ history, index, names }, marks) => drawLog(history, index, names, marks.selected),
-  () => drawWhy(page),
-  ({ state, history }) => {
-    followMine(state);
-    followSettings(history.end);
-    byId("timeline-legend").classList.toggle("no-drafts", !state.counters.drafted);
-    drawHead();
-  },
-].map((draw) => ({ draw, isDue: false, drawnAt: 0 }));
+const rounds = new Rounds(
+  [
+    () => drawWall(page.state, marksOf(page), page.names),
+    () => timeline.draw(page.spans, page, marksOf(page)),
+    () => drawTransport(page),
+    () => drawRequests(page.state, marksOf(page)),
+    () => {
+      const blocks = drawMetrics(page);
+      drawLegend(page.state, blocks);
+      drawFooter(blocks);
+    },
+    () => drawLog(page.history, page.index, page.names, marksOf(page).selected),
+    () => drawWhy(page),
+    () => {
+      const { state } = page;
+      followMine(state);
+      followSettings(page.history.end);
+      byId("timeline-legend").classList.toggle("no-drafts", !state.counters.drafted);
+      drawHead();
+    },
+  ],
+  () => page.advance(),
+);
+
+const marksOf = ({ selection, hovered }) => ({
+  selected: selection.kind === "sequence" ? selection.id : 0,
+  block: selection.kind === "block" ? selection.block : 0,
+  hovered,
+  isMine,
+});
 
 let isAsked = false; // A frame is asked for.
-let isUrgent = false;
 
+// An urgent change is shown by all panels in the next frame.
 export function redraw(urgent = false) {
-  isUrgent ||= urgent;
-  for (const part of PARTS) part.isDue = true;
+  rounds.ask(urgent);
   askForFrame();
 }
 
@@ -205,30 +251,11 @@ function askForFrame() {
 
 function draw(time) {
   isAsked = false;
-  const { state, spans, names } = page;
-  if (!state) return;
-  const marks = {
-    selected: page.selection.kind === "sequence" ? page.selection.id : 0,
-    block: page.selection.kind === "block" ? page.selection.block : 0,
-    hovered: page.hovered,
-    isMine,
-  };
-  drawWall(state, marks, names);
-  timeline.draw(spans, page, marks);
-  drawParts(marks, time);
-  if (isFlashing() || PARTS.some((part) => part.isDue)) askForFrame();
-}
-
-function drawParts(marks, time) {
-  const waiting = PARTS.filter((part) => part.isDue);
-  const late = waiting.filter((part) => time - part.drawnAt > CALM_MS);
-  const next = late.sort((a, b) => a.drawnAt - b.drawnAt).slice(0, 1);
-  for (const part of isUrgent ? waiting : next) {
-    part.draw(page, marks);
-    part.isDue = false;
-    part.drawnAt = time;
-  }
-  isUrgent = false;
+  if (!page.state) return;
+  const isMore = rounds.drawFrame(time);
+  page.isWhole = rounds.isWhole;
+  if (isFlashing()) drawWall(page.state, marksOf(page), page.names);
+  if (isFlashing() || isMore) askForFrame();
 }
 
 function drawFooter({ used, cached, free, total }) {

@@ -102,7 +102,7 @@ export function play(page) {
     time += 1000 * (now - before) * Number(byId("speed").value);
     before = now;
     const index = page.history.indexOfTime(time);
-    if (index > page.index) page.moveTo(index, false, true);
+    if (index > page.index) page.moveOnTo(index);
     if (page.index >= page.history.last) stop();
     timer = requestAnimationFrame(advance);
   };

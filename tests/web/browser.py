@@ -101,7 +101,7 @@ class Watched:
             self.errors.append(message.text)
 
     def views(self) -> dict[str, Any]:
-        self.page.wait_for_timeout(250)  # Tables are drawn eight times a second.
+        self.page.wait_for_timeout(250)  # Panels are drawn at most ten times a second.
         found: dict[str, Any] = self.page.evaluate(READ_VIEWS)
         return found
 

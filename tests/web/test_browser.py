@@ -239,22 +239,76 @@ def test_a_live_page_shows_the_state_of_the_engine(
         watched.close()
 
 
+# Looks at several panels after each frame. Counts frames, those in which all panels are said to
+# show the same moment, and those in which they differ nevertheless.
+COMPARE_PANELS = """async (milliseconds) => {
+  const { page } = await import("./web/page.js");
+  const text = (selector) => document.querySelector(selector).textContent;
+  const numbers = (selector) => text(selector).match(/[0-9]+/g).map(Number);
+  const found = { frames: 0, whole: 0, moments: new Set(), different: [] };
+  const look = () => {
+    found.frames += 1;
+    if (!page.isWhole) return;
+    found.whole += 1;
+    found.moments.add(page.index);
+    const states = [...page.state.sequences.values()].map(({ state }) => state);
+    const decode = states.filter((state) => state === "decode").length;
+    const prefill = states.filter((state) => state === "prefill").length;
+    const [used] = numbers("#sum");
+    const values = {
+      decode: [decode, numbers("#counts .decode")[0]],
+      running: [decode + prefill, numbers(".tile:nth-child(4) output")[0]],
+      rows: [decode, document.querySelectorAll("#rows .state.decode").length],
+      used: [used, numbers("#wall-legend li")[0]],
+      tile: [used, numbers(".tile:nth-child(6) p")[0]],
+      wall: [used, new Set([...page.state.sequences.values()].flatMap(({ table }) => table)).size],
+      step: [page.state.step, Number(text("#clock").replaceAll(",", "").match(/[0-9]+/)[0])],
+    };
+    for (const [name, [one, other]] of Object.entries(values))
+      if (one !== other) found.different.push([name, one, other, page.index]);
+  };
+  const until = performance.now() + milliseconds;
+  while (performance.now() < until)
+    await new Promise((done) => requestAnimationFrame(() => setTimeout(() => (look(), done()))));
+  return { ...found, moments: found.moments.size };
+}"""
+
+
+def test_all_panels_show_the_same_moment_while_the_page_is_live(
+    watched_server: Running, browser: Browser
+) -> None:
+    watched = Watched(browser, watched_server.url)
+    watched.page.wait_for_selector("#status[data-state=ready]")
+    threads = send_load(watched_server, rounds=2)
+    watched.page.wait_for_selector("#rows .state.decode")
+    found = watched.page.evaluate(COMPARE_PANELS, 2500)
+    for thread in threads:
+        thread.join(60)
+    assert found["different"] == []
+    assert found["whole"] > found["frames"] / 2 and found["moments"] > 8, found
+    assert watched.errors == []
+    watched.close()
+
+
 def test_a_paused_page_holds_whatever_happens_on_the_server(
     watched_server: Running, browser: Browser
 ) -> None:
     watched = Watched(browser, watched_server.url, reduced_motion="reduce")
     page = watched.page
     page.wait_for_selector("#status[data-state=ready]")
-    threads = send_load(watched_server, rounds=4)
-    page.wait_for_selector("#rows .state.waiting")
+    threads = []
     for _ in range(4):
+        threads += send_load(
+            watched_server, rounds=2
+        )  # The load lasts until the page was compared.
+        page.wait_for_selector("#rows .state.waiting")
         page.wait_for_timeout(350)
         page.click("#pause")
         page.mouse.move(0, 0)
         page.wait_for_timeout(250)
         before = page.evaluate(READ_ALL)
         page.wait_for_function(
-            "() => parseInt(document.getElementById('live').innerText.slice(9)) > 20"
+            "() => Number(document.getElementById('live').innerText.replace(/[^0-9]/g, '')) > 20"
         )
         page.evaluate("dispatchEvent(new Event('resize'))")
         page.keyboard.press("Escape")  # Draws everything again.

@@ -101,3 +101,22 @@ def test_letters_continue_after_an_engine_crash_and_nothing_stays_live_that_has_
         assert found[kind]["wrong"] == [] and found[kind]["opening"] == kind
         assert found[kind]["missed"] == found[kind]["expected"] > 0
         assert found[kind]["unseen"] > 0
+
+
+@pytest.mark.parametrize("costs", [(1, 1, 1, 1), (3, 9, 2, 2, 3)], ids=str)
+def test_all_panels_of_a_round_show_the_same_moment(costs: tuple[int, ...]) -> None:
+    """Panels that take long are drawn in several frames. The page moves only between two rounds."""
+    found = run_node("rounds.mjs", b"", *map(str, costs))
+    frames = found["frames"]
+    moments = [set(frame["shown"]) for frame in frames]
+    agreeing = [len(each) == 1 for each in moments]
+    assert all(agrees for agrees, frame in zip(agreeing, frames, strict=True) if frame["isWhole"])
+    assert all(len(each) <= 2 for each in moments), "a round has one moment, as the one before it"
+    assert sum(agreeing) > len(frames) / 2
+    assert len({max(each) for each in moments}) > 15, "the page moves on"
+    assert set(found["urgent"]["shown"]) == {61}, "an urgent change is shown in its own frame"
+    assert set(frames[-1]["shown"]) == {120} and not frames[-1]["isMore"], (
+        "the last moment is shown"
+    )
+    usual = [frame["took"] for frame in frames if frame is not found["urgent"]]
+    assert max(usual[:60]) <= 4 + max(costs)
