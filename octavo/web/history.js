@@ -24,6 +24,7 @@ export class History {
     this.keyframes = []; // { index, state }: the state after the line with this index.
     this.snapshots = []; // { index, line }: the engine's own state after the line with this index.
     this.steps = []; // The index of the first line of each step.
+    this.restarts = []; // The index of the first line of each engine process but the first.
     this.end = null; // The state after all lines.
     // Comparisons with snapshots: { stream, index, step, found }. `found` lists what differs.
     this.checks = [];
@@ -111,9 +112,9 @@ export class History {
     }
     this.end = stateFrom(about, state, number, step, line[3]);
     if (before) continueFrom(before, this.end, opening === "restarted");
-    const missed = ["gap", "reopened"].includes(opening) ? number - before.number : 0;
-    this.lines.push([opening, number, step, line[3], missed]);
+    this.lines.push([opening, number, step, line[3], ...factsOf(opening, before, this.end)]);
     this.steps.push(this.last);
+    if (opening === "restarted") this.restarts.push(this.last);
     this.snapshots.push({ index: this.last, line });
     this.listener({ kind: opening, number, step, time: line[3] }, this.end, this.last);
     this.#addKeyframe();
@@ -180,10 +181,22 @@ export class History {
     return place + 1 < this.steps.length ? this.steps[place + 1] - 1 : this.last;
   }
 
-  // Returns the place of the step with this number. After a restart of the engine, the latest one
-  // counts.
-  placeOfNumber(number) {
-    return this.steps.findLastIndex((index) => this.line(index)[2] === number);
+  // Returns the place of the step with this number, or -1. Each engine process counts its steps;
+  // without an engine, the latest step with this number counts.
+  placeOfNumber(number, engine = 0) {
+    return this.steps.findLastIndex(
+      (index) => this.line(index)[2] === number && (!engine || this.engineAt(index) === engine),
+    );
+  }
+
+  // Returns the index of the last line of the step to which a line belongs.
+  endOfStepWith(index) {
+    return this.endOfStep(this.stepAt(index));
+  }
+
+  // Returns the number of the engine process to which a line belongs.
+  engineAt(index) {
+    return 1 + this.restarts.filter((first) => first <= index).length;
   }
 
   indexOfTime(time) {
@@ -220,9 +233,17 @@ function openingOf(before, about, isNew) {
   return about.engine && about.engine === before.about.engine ? "reopened" : "restarted";
 }
 
+// Returns the fields of the line with which a snapshot begins: OWN_FIELDS of state.js.
+function factsOf(opening, before, state) {
+  if (opening === "opened") return [];
+  if (opening !== "restarted") return [state.number - before.number];
+  return [before.step, state.counters.failed - before.counters.failed];
+}
+
 // Keeps what a snapshot does not have: requests that have ended, and texts.
 function continueFrom(before, state, isNewEngine) {
   state.ended = before.ended;
+  state.engine = before.engine + (isNewEngine ? 1 : 0);
   for (const name of ["finished", "failed", "refused", "evictions", "drafted", "accepted"])
     state.counters[name] = before.counters[name];
   const fate = isNewEngine

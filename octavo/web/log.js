@@ -3,7 +3,7 @@
 
 import { chip } from "./colours.js";
 import { byId, changes, count, element, setChildren } from "./draw.js";
-import { GROUPS, KINDS, describe } from "./words.js";
+import { GROUPS, KINDS, describe, nameOfStep } from "./words.js";
 
 const LINES = 250;
 const SEARCHED = 20000; // Events that are listed, and that are searched for them.
@@ -48,7 +48,7 @@ export function drawLog(history, index, names, only = 0) {
     const seq = names.at(event.seq, index);
     const known = before.get(at);
     const isKnown = known?.names === names && known.label === seq?.label;
-    const item = isKnown ? known.item : line(event, at, seq, names);
+    const item = isKnown ? known.item : line(event, at, seq, names, history);
     items.set(at, { item, label: seq?.label, names });
     found.push(item);
   }
@@ -64,11 +64,11 @@ function emptyWords(only, isSearchedWhole) {
   return `${where}, there is no event${whose} of this kind: ${[...shownGroups].join(", ")}.`;
 }
 
-function line(event, index, seq, names) {
+function line(event, index, seq, names, history) {
   const [group, word] = KINDS[event.kind];
   const item = element("li", `g-${group} k-${event.kind}`);
-  const number = element("span", "number", count(event.number));
-  const step = element("span", "step", `step ${count(event.step)}`);
+  const number = element("span", "number", event.number ? count(event.number) : "");
+  const step = element("span", "step", nameOfStep(event.step, history.engineAt(index)));
   const text = element("span", "text");
   if (seq) text.append(chip(seq), " ");
   text.append(describe(event, (id) => names.letters(id)));

@@ -5,7 +5,7 @@
 // the cursor is the latest event that was known when the round of drawing began (rounds.js).
 
 import { letters } from "./colours.js";
-import { byId, count, element, onTheme, plural, readColours, setText } from "./draw.js";
+import { byId, element, onTheme, plural, readColours, setText } from "./draw.js";
 import { History } from "./history.js";
 import { drawLog, onLog } from "./log.js";
 import { drawMetrics } from "./metrics.js";
@@ -21,7 +21,7 @@ import { bindTransport, drawTransport } from "./transport.js";
 import { drawLegend, drawWall, flash, isFlashing, onWall, resetWall } from "./wall.js";
 import { bindWhatIf } from "./whatif.js";
 import { drawWhy, onWhy } from "./why.js";
-import { Names } from "./words.js";
+import { Names, nameOfStep } from "./words.js";
 
 const isNarrow = matchMedia("(max-width: 760px)");
 
@@ -39,7 +39,8 @@ export const page = {
   wanted: null,
   isReplay: false,
   selection: { kind: "none" },
-  hovered: 0,
+  hovered: 0, // A sequence.
+  hoveredBlock: 0,
   isWhole: false, // All panels show the same moment.
 
   // Forgets all events, for a source that begins anew.
@@ -143,11 +144,13 @@ export const page = {
     );
   },
 
-  // Returns the index of the last line up to the end of a step for which `holds` is true, or null.
-  findEvent(holds, step) {
-    for (let at = this.index; at >= this.history.first; at -= 1) {
-      const line = this.history.line(at);
-      if (line[2] <= step && holds(line)) return at;
+  // Returns the index of the last line up to the end of a step of an engine process for which
+  // `holds` is true, or null.
+  findEvent(holds, step, engine) {
+    const { history } = this;
+    for (let at = this.index; at >= history.first; at -= 1) {
+      const line = history.line(at);
+      if (line[2] <= step && holds(line) && history.engineAt(at) === engine) return at;
     }
     return null;
   },
@@ -179,6 +182,11 @@ page.reset();
 const hover = (id) => {
   if (page.hovered === id) return;
   page.hovered = id;
+  redraw(true);
+};
+const hoverBlock = (block) => {
+  if (page.hoveredBlock === block) return;
+  page.hoveredBlock = block;
   redraw(true);
 };
 const selectSequence = (id) => page.select({ kind: "sequence", id });
@@ -228,9 +236,9 @@ const rounds = new Rounds(
   () => page.advance(),
 );
 
-const marksOf = ({ selection, hovered }) => ({
+const marksOf = ({ selection, hovered, hoveredBlock }) => ({
   selected: selection.kind === "sequence" ? selection.id : 0,
-  block: selection.kind === "block" ? selection.block : 0,
+  block: hoveredBlock || (selection.kind === "block" ? selection.block : 0),
   hovered,
   isMine,
 });
@@ -265,21 +273,22 @@ function drawFooter({ used, cached, free, total }) {
     `${used} used + ${cached} cached + ${free} free = ${total} blocks ${holds ? "✓" : "✗"}`,
   );
   byId("sum").className = holds ? "" : "bad";
-  const { words, isBad } = describeCheck(page.history.checkOf(page.state.about.stream, page.index));
+  const check = page.history.checkOf(page.state.about.stream, page.index);
+  const { words, isBad } = describeCheck(check, page.state.engine);
   setText(byId("checked"), words);
   byId("checked").className = isBad ? "bad" : "";
   setText(byId("seen"), plural(page.history.lines.length, "event"));
 }
 
-function describeCheck(check) {
+function describeCheck(check, engine) {
   if (!check) return { words: "", isBad: false };
   const { step, found } = check;
   return found.length
     ? {
-        words: `✗ at step ${count(step)} the page differed from the engine, please report this: ${found[0]}`,
+        words: `✗ at ${nameOfStep(step, engine)} the page differed from the engine, please report this: ${found[0]}`,
         isBad: true,
       }
-    : { words: `state checked against the engine at step ${count(step)} ✓`, isBad: false };
+    : { words: `state checked against the engine at ${nameOfStep(step, engine)} ✓`, isBad: false };
 }
 
 function drawHead() {
@@ -318,7 +327,10 @@ byId("side-panel").addEventListener("keydown", (event) => {
 // The address names the step and the request, so that it can be sent to somebody.
 export function showLink() {
   const parts = [];
-  if (!page.follows && page.state) parts.push(`step=${page.state.step}`);
+  if (!page.follows && page.state) {
+    parts.push(`step=${page.state.step}`);
+    if (page.state.engine > 1) parts.push(`engine=${page.state.engine}`);
+  }
   const seq = page.selection.kind === "sequence" ? page.findSequence(page.selection.id) : null;
   if (seq) parts.push(`request=${letters(seq.name)}${seq.index ? `.${seq.index}` : ""}`);
   if (page.selection.kind === "block") parts.push(`block=${page.selection.block}`);
@@ -334,7 +346,9 @@ export function followLink() {
   const wanted = new URLSearchParams(location.hash.slice(1));
   const step = Number(wanted.get("step"));
   if (wanted.has("step") && page.history.end) {
-    const place = page.history.placeOfNumber(step);
+    const engine = Number(wanted.get("engine") ?? 1);
+    const exact = page.history.placeOfNumber(step, engine);
+    const place = exact < 0 ? page.history.placeOfNumber(step) : exact;
     if (place >= 0) page.moveTo(page.history.endOfStep(place));
   }
   const name = wanted.get("request");
@@ -358,6 +372,7 @@ onWhy({
   go: (index) => page.moveTo(index),
   select: selectSequence,
   selectBlock: (block) => page.select({ kind: "block", block }),
+  hoverBlock,
   redraw: () => redraw(true),
 });
 onLog((index) => (index === null ? redraw(true) : page.moveTo(index)));

@@ -5,6 +5,16 @@ import { byId, count, element, plural, setChildren, setText, short, spell } from
 import { blockerOf, countStates, wordsOfReason } from "./state.js";
 import { FINISH_REASONS } from "./words.js";
 
+// Count of the header -> the states of the requests that it counts.
+const STATES = {
+  decode: ["decode"],
+  prefill: ["prefill"],
+  waiting: ["waiting", "compiling"],
+  done: ["done", "aborted"],
+  failed: ["failed"],
+  refused: ["refused"],
+};
+
 const SHOWN_LIVE = 120;
 const SHOWN_ENDED = 60;
 const LONG = 40; // Of a table with more rows, only those in sight are made.
@@ -13,11 +23,13 @@ const USUAL_HEIGHT = 24; // Of a row that was not seen yet, in pixels.
 const isNarrow = matchMedia("(max-width: 760px)");
 const isMedium = matchMedia("(max-width: 1180px)");
 const body = byId("rows");
+const NO_REQUESTS = byId("no-requests").textContent;
 let rows = new Map(); // key -> row
 let heights = new Map(); // key -> the height of its row when it was seen last
 let select = () => {};
 let hover = () => {};
 let redraw = () => {};
+let only = ""; // The count of the header to which the table is limited.
 
 export function onRequests(listeners) {
   ({ select, hover, redraw } = listeners);
@@ -171,14 +183,17 @@ export function drawRequests(state, marks) {
     (a, b) =>
       (a.state === "waiting") - (b.state === "waiting") || a.name - b.name || a.index - b.index,
   );
+  const isChosen = (seq) => !only || STATES[only].includes(seq.state);
+  const chosen = live.filter(isChosen);
   const shown = [
-    ...live.slice(0, SHOWN_LIVE),
-    ...compiling,
-    ...state.ended.slice(-SHOWN_ENDED).reverse(),
+    ...chosen.slice(0, SHOWN_LIVE),
+    ...compiling.filter(isChosen),
+    ...state.ended.filter(isChosen).slice(-SHOWN_ENDED).reverse(),
   ];
+  const unlisted = chosen.length - SHOWN_LIVE;
   setText(
     byId("more-requests"),
-    live.length > SHOWN_LIVE ? `${plural(live.length - SHOWN_LIVE, "more live request")} not listed` : "",
+    unlisted > 0 ? `${plural(unlisted, "more live request")} not listed` : "",
   );
   const hasPriorities = shown.some((seq) => seq.priority);
   const hasTenants = shown.some((seq) => seq.tenant);
@@ -192,6 +207,7 @@ export function drawRequests(state, marks) {
   for (const row of placeRows(shown, first, last)) fill(row, state, marks);
   byId("requests").ariaRowCount = String(shown.length + 1);
   byId("no-requests").hidden = shown.length > 0;
+  setText(byId("no-requests"), only ? `No request is listed as ${only}.` : NO_REQUESTS);
   drawCounts(state, live);
 }
 
@@ -248,13 +264,24 @@ byId("requests-box").addEventListener("scroll", () => heights.size && redraw(), 
 
 const counts = Object.fromEntries(
   ["decode", "prefill", "waiting", "done", "failed", "refused"].map((name) => {
-    const item = element("li", name);
     const number = element("b", "", "0");
-    item.append(number, ` ${name}`);
+    const words = element("span", "", ` ${name}`);
+    const button = element("button", "", number, words);
+    button.type = "button";
+    button.title = `List only these requests, or all again: ${name}`;
+    button.ariaPressed = "false";
+    button.addEventListener("click", () => limitTo(name));
+    const item = element("li", name, button);
     byId("counts").append(item);
-    return [name, { item, number }];
+    return [name, { item, number, words, button }];
   }),
 );
+
+function limitTo(name) {
+  only = only === name ? "" : name;
+  for (const [each, { button }] of Object.entries(counts)) button.ariaPressed = String(each === only);
+  redraw();
+}
 
 function drawCounts(state, live) {
   const { decode, prefill, waiting } = countStates(state);
@@ -262,10 +289,8 @@ function drawCounts(state, live) {
   const numbers = { decode, prefill, waiting, done: finished, failed, refused };
   for (const [name, { item, number }] of Object.entries(counts)) {
     setText(number, count(numbers[name]));
-    item.hidden = !numbers[name] && (name === "failed" || name === "refused");
+    item.hidden = !numbers[name] && only !== name && (name === "failed" || name === "refused");
   }
   const preempted = live.filter((seq) => seq.state === "waiting" && seq.preemptions).length;
-  counts.waiting.item.lastChild.textContent = preempted
-    ? ` waiting, ${preempted} of them preempted`
-    : " waiting";
+  setText(counts.waiting.words, preempted ? ` waiting, ${preempted} of them preempted` : " waiting");
 }

@@ -57,7 +57,7 @@ class Samples {
 //   prefill    one chunk: tokens, step
 //   decode     consecutive steps that sample: places of the first and the last step
 class Lane {
-  constructor(seq, time, at) {
+  constructor(seq, { time, engine }, at) {
     this.at = at;
     this.endAt = Infinity; // The line with which it ended.
     this.changedAt = at; // The last line that changed it.
@@ -68,6 +68,7 @@ class Lane {
     this.index = seq.index;
     this.request = seq.request;
     this.arrival = Math.min(seq.arrival ?? time, time);
+    this.engine = engine; // The number of its engine process.
     this.end = Infinity;
     this.reason = "";
     this.spans = [];
@@ -137,6 +138,7 @@ export class Spans {
     this.steps = []; // Steps that have landed, in their order.
     this.places = new Map(); // Step number -> its place in `steps`, of steps in flight and the latest ones.
     this.preemptions = []; // The places of the steps that preempted a sequence.
+    this.restarts = []; // The places of the first steps of engine processes but the first.
     this.plans = new Map(); // Step number -> its plan, while it is in flight.
     this.ttft = new Samples(); // Times to first token.
     this.itl = new Samples(); // Times between tokens.
@@ -178,7 +180,7 @@ export class Spans {
     let lane = this.lanes.get(id);
     const seq = state.sequences.get(id);
     if (!lane && seq) {
-      lane = new Lane(seq, state.time, at);
+      lane = new Lane(seq, state, at);
       this.lanes.set(id, lane);
       this.allLanes.push(lane);
     }
@@ -216,7 +218,10 @@ const handlers = {
   opened: (spans, event, state, at) => addLanes(spans, state, at),
   gap: (spans, event, state, at) => addLanes(spans, state, at),
   reopened: (spans, event, state, at) => addLanes(spans, state, at),
-  restarted: (spans, event, state, at) => addLanes(spans, state, at, "lost"),
+  restarted(spans, event, state, at) {
+    spans.restarts.push(spans.steps.length);
+    addLanes(spans, state, at, "lost");
+  },
   arrived: (spans, event, state, at) => spans.laneOf(event.seq, state, at),
   forked: (spans, event, state, at) => spans.laneOf(event.seq, state, at),
   waiting(spans, event, state, at) {
@@ -290,6 +295,7 @@ const handlers = {
       at,
       committedAt: 0, // The line with which its times became known.
       number: event.of,
+      engine: state.engine,
       start,
       planned: time,
       landed: event.time,

@@ -10,7 +10,11 @@ export const NO_FREE_SLOT = "every batch slot is in use"; // octavo/core/reasons
 export const TOO_FEW_BLOCKS = "there are too few free blocks for it"; // octavo/core/reasons.py
 
 // The fields of lines that the page adds to the history itself.
-const OWN_FIELDS = { gap: ["missed"], reopened: ["missed"] };
+const OWN_FIELDS = {
+  gap: ["missed"],
+  reopened: ["missed"],
+  restarted: ["after", "lost"], // The last step of the engine process before, and its requests.
+};
 const NO_FIELDS = [];
 
 // Turns a line of the stream into an object. `fields` are those of the snapshot.
@@ -26,6 +30,7 @@ export function stateFrom(about, snapshot, number = 0, step = 0, time = 0) {
   const state = {
     about,
     settings: snapshot.settings,
+    engine: 1, // The engine processes that the page knows are counted from 1.
     number,
     step,
     time,

@@ -7,7 +7,7 @@
 import { fillOf, lookOf, nameOf } from "./colours.js";
 import { colour, count, explain, plural, prepare, spell } from "./draw.js";
 import { findLast, laneUpTo, lastLanded, stepUpTo } from "./spans.js";
-import { FINISH_REASONS } from "./words.js";
+import { FINISH_REASONS, nameOfStep } from "./words.js";
 
 const GUTTER = 58;
 const AXIS = 16;
@@ -422,7 +422,7 @@ export class Timeline {
     const lasted = spell(Math.min(span.end, lane.end, this.shown.now) - span.start);
     if (lane.end <= time) return `${name}: ${FINISH_REASONS[lane.reason] ?? lane.reason}`;
     if (span.kind === "prefill")
-      return `${name}: prefill of tokens ${count(span.from + 1)}–${count(span.from + span.tokens)} in step ${count(span.step)}, ${lasted}`;
+      return `${name}: prefill of tokens ${count(span.from + 1)}–${count(span.from + span.tokens)} in ${nameOfStep(span.step, lane.engine)}, ${lasted}`;
     if (span.kind === "decode")
       return [`${name}: decode`, ...(step ? describeStep(step) : [])].join("\n");
     const admission = lane.marks.find((mark) => mark.kind === "admitted" && mark.time >= span.end);
@@ -477,7 +477,7 @@ export class Timeline {
 }
 
 export function describeStep(step) {
-  const lines = [`step ${count(step.number)}: ${spell(step.landed - step.start)}`];
+  const lines = [`${nameOfStep(step.number, step.engine)}: ${spell(step.landed - step.start)}`];
   const parts = [
     step.decode && `${plural(step.decode, "sequence")} decode`,
     step.prefill && `${plural(step.prefill, "prefill token")}`,

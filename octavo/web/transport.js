@@ -12,6 +12,7 @@ import {
   surfaceOf,
 } from "./draw.js";
 import { address } from "./feed.js";
+import { nameOfStep } from "./words.js";
 
 const scrub = byId("scrub");
 const map = byId("scrub-map");
@@ -27,6 +28,11 @@ export function bindTransport(page, { showLink, redraw }) {
     page.moveTo(page.follows ? page.index : page.history.last, !page.follows);
     showLink();
   };
+  const goToEnd = () => {
+    stop();
+    page.moveTo(page.history.last, !page.isReplay);
+    showLink();
+  };
   const step = (number) => {
     stop();
     page.moveSteps(number);
@@ -35,11 +41,6 @@ export function bindTransport(page, { showLink, redraw }) {
   byId("pause").addEventListener("click", pause);
   byId("back").addEventListener("click", () => step(-1));
   byId("forward").addEventListener("click", () => step(1));
-  byId("live").addEventListener("click", () => {
-    stop();
-    page.moveTo(page.history.last, !page.isReplay);
-    showLink();
-  });
   scrub.addEventListener("input", () => {
     stop();
     page.moveTo(page.history.endOfStep(Number(scrub.value)));
@@ -65,7 +66,7 @@ export function bindTransport(page, { showLink, redraw }) {
       ArrowLeft: () => step(-many),
       ArrowRight: () => step(many),
       Home: () => step(-Infinity),
-      End: () => byId("live").click(),
+      End: goToEnd,
       j: () => chooseNext(page, 1),
       k: () => chooseNext(page, -1),
       "?": showHelp,
@@ -144,25 +145,32 @@ export function drawTransport(page) {
   const place = history.stepAt(page.index);
   if (Number(scrub.value) !== place) scrub.value = place;
   const isMoving = page.isReplay ? isPlaying : page.follows;
-  setText(byId("pause"), isMoving ? "pause" : page.isReplay ? "play" : "resume");
+  setText(byId("pause"), isMoving ? "pause" : page.isReplay ? "play" : wordsToGoLive(page));
   byId("pause").ariaPressed = String(!isMoving);
-  byId("live").hidden = page.isReplay || page.follows;
-  const behind = history.last - page.index;
-  setText(byId("live"), behind > 0 ? `go live (${count(behind)} new)` : "go live");
-  setText(byId("clock"), `step ${count(state.step)} · ${(page.now / 1e6).toFixed(2)} s`);
-  scrub.ariaValueText = `step ${state.step}`;
+  setText(byId("clock"), `${nameOfStep(state.step, state.engine)} · ${(page.now / 1e6).toFixed(2)} s`);
+  scrub.ariaValueText = nameOfStep(state.step, state.engine);
   byId("speed-box").hidden = !page.isReplay;
   document.body.classList.toggle("paused", !isMoving);
   drawMap(page);
 }
 
+function wordsToGoLive({ history, index }) {
+  const behind = history.last - index;
+  return behind > 0 ? `go live (${count(behind)} new)` : "go live";
+}
+
 let isOtherMap = changes();
 onTheme(() => (isOtherMap = changes()));
 
-// The tokens of each step along the slider, and a mark for each preemption.
+// The tokens of each step along the slider, and a mark for each preemption and for each crash of the
+// engine process.
 function drawMap({ spans, history }) {
   const isEmpty = surfaceOf(map).isEmpty;
-  const known = [spans, spans.steps.length, spans.preemptions.length, history.steps.length];
+  const { preemptions, restarts } = spans;
+  const known = [
+    ...[spans, spans.steps.length, history.steps.length],
+    ...[preemptions.length, restarts.length],
+  ];
   if (!isOtherMap(...known) && !isEmpty) return;
   const { context, width, height } = prepare(map);
   const { steps } = spans;
@@ -177,8 +185,23 @@ function drawMap({ spans, history }) {
     drawColumn(context, steps, from, to, { x, height });
   }
   context.fillStyle = colour("alarm");
-  for (const place of spans.preemptions)
+  for (const place of preemptions)
     if (place >= first) context.fillRect(Math.min(x(place), width - 2), 2, 2, 7);
+  // A crash has a line from the top to the bottom with a cross.
+  for (const place of restarts)
+    if (place >= first) drawCrash(context, Math.min(x(place), width - 4), height);
+}
+
+function drawCrash(context, x, height) {
+  context.fillRect(x - 1, 0, 2, height);
+  context.strokeStyle = colour("alarm");
+  context.lineWidth = 2;
+  context.beginPath();
+  context.moveTo(x - 4, height / 2 - 4);
+  context.lineTo(x + 4, height / 2 + 4);
+  context.moveTo(x + 4, height / 2 - 4);
+  context.lineTo(x - 4, height / 2 + 4);
+  context.stroke();
 }
 
 // Draws the fullest of some steps: prefill above decode, as parts of the token budget.
@@ -202,7 +225,7 @@ function drawColumn(context, steps, from, to, { x, height }) {
 const KEYS = [
   ["space", "pause or continue"],
   ["← →", "one step back or forward; with shift ten"],
-  ["Home, End", "the first and the latest step"],
+  ["Home, End", "the first step; the latest one, live if there is a server"],
   ["j, k", "the next and the previous request"],
   ["+ −", "zoom of the timeline"],
   ["Tab", "reaches the wall and the timeline; arrow keys move inside"],
@@ -218,7 +241,7 @@ function showHelp() {
     element(
       "p",
       "",
-      "All panels show the same moment. While the page is live, this is the latest event. Pause, then use the slider or the arrow keys to look at any earlier step.",
+      "All panels show the same moment. While the page is live, this is the latest event. Pause, then use the slider or the arrow keys to look at any earlier step. On the slider, a short red mark is a preemption, and a red cross is a crash of the engine process.",
     ),
     element(
       "p",

@@ -412,7 +412,7 @@ function drawFrame(context, state, width, height) {
   if (layout.host.length) {
     const known = state.hostContents.reduce((sum, content) => sum + (content > 0), 0);
     context.fillText("device", 0, 10);
-    const words = `host: ${count(known)} of ${count(state.about.host_blocks)}`;
+    const words = `host memory: ${count(known)} of ${count(state.about.host_blocks)}`;
     drawTierName(context, words, layout.hostX, height);
   }
   if (layout.diskX) drawTierName(context, `disk: ${count(state.onDisk)}`, layout.diskX, height);

@@ -27,7 +27,7 @@ import {
 import { describeStep } from "./timeline.js";
 import { isDemonstration, trafficButton } from "./traffic.js";
 import { describeBlock } from "./wall.js";
-import { FINISH_REASONS, KINDS, describe } from "./words.js";
+import { FINISH_REASONS, KINDS, describe, nameOfStep } from "./words.js";
 
 const panel = byId("why");
 const MAX_CHIPS = 40;
@@ -39,11 +39,20 @@ let isHeld = false; // A pointer is pressed: what it presses must stay where it 
 let go = () => {};
 let select = () => {};
 let selectBlock = () => {};
+let hoverBlock = () => {};
 let redraw = () => {};
 
 export function onWhy(listeners) {
-  ({ go, select, selectBlock, redraw } = listeners);
+  ({ go, select, selectBlock, hoverBlock, redraw } = listeners);
 }
+
+// The wall marks the block whose number is pointed at.
+for (const name of ["pointerover", "focusin"]) {
+  panel.addEventListener(name, ({ target }) => {
+    hoverBlock(Number(target.closest(".block-numbers button")?.textContent ?? 0));
+  });
+}
+for (const name of ["pointerleave", "focusout"]) panel.addEventListener(name, () => hoverBlock(0));
 
 panel.addEventListener("pointerdown", () => (isHeld = true));
 for (const name of ["pointerup", "pointercancel"]) {
@@ -179,7 +188,21 @@ const link = (words, index) => {
   return button;
 };
 
+// A link to the step to which a line belongs. It leads to the end of the step, like ‹ and ›.
+const stepLink = (number, index, { history }) => {
+  const button = element("button", "link", nameOfStep(number, history.engineAt(index)));
+  button.type = "button";
+  button.addEventListener("click", () => go(history.endOfStepWith(index)));
+  return button;
+};
+
 // ---- rules --------------------------------------------------------------------------------------
+
+// A preempted request computes again what it had generated.
+const firstChunkOf = (seq) =>
+  seq.preemptions && seq.generated
+    ? `The chunk is what the token budget of the step allows of its prompt (${plural(seq.prompt, "token")}) and of the ${plural(seq.generated, "token")} that it had generated.`
+    : `The chunk is what the token budget of the step allows of its prompt (${plural(seq.prompt, "token")}).`;
 
 // Reason -> the rule with its numbers. Reasons are those of octavo/core/scheduler.py.
 const RULES = {
@@ -190,7 +213,7 @@ const RULES = {
     const missing = Math.max(needed - available, 0);
     return [
       paragraph(
-        `A request starts only if there are blocks for its whole first chunk. It needs ${plural(needed, "block")}. ${areOf(free)} free and ${areOf(cached)} cached, so ${missing ? `${plural(missing, "block")} ${missing === 1 ? "is" : "are"} missing` : "there are enough by now, and the next step can start it"}. ${plural(used, "block")} ${used === 1 ? "is" : "are"} held by:`,
+        `A request starts only if there are enough blocks for its cached tokens and for its first chunk. ${firstChunkOf(seq)} Without the blocks that other requests hold already, it needs ${plural(needed, "block")}. ${areOf(free)} free and ${areOf(cached)} cached, so ${missing ? `${plural(missing, "block")} ${missing === 1 ? "is" : "are"} missing` : "there are enough by now, and the next step can start it"}. ${plural(used, "block")} ${used === 1 ? "is" : "are"} held by:`,
       ),
       holders(state),
     ];
@@ -325,7 +348,7 @@ function explainWait(seq, state) {
     return [
       paragraph(
         seq.preempted
-          ? `It was preempted in step ${count(seq.preempted.step)} and is back in the queue. The scheduler decides in the next step whether it starts again.`
+          ? `It was preempted in ${nameOfStep(seq.preempted.step, state.engine)} and is back in the queue. The scheduler decides in the next step whether it starts again.`
           : "It has just arrived. The scheduler decides in the next step whether it starts.",
       ),
     ];
@@ -375,7 +398,7 @@ function explainDecode(seq, state, page) {
       element(
         "p",
         "callout",
-        `Its last token took ${spell(took)}, ${few(took / usual)} times as long as usual: step ${count(step.number)} also computed ${plural(step.prefill, "prompt token")} of other requests. A smaller token budget makes such steps shorter.`,
+        `Its last token took ${spell(took)}, ${few(took / usual)} times as long as usual: ${nameOfStep(step.number, step.engine)} also computed ${plural(step.prefill, "prompt token")} of other requests. A smaller token budget makes such steps shorter.`,
       ),
     );
   }
@@ -402,23 +425,25 @@ function explainEnd(seq, state) {
 function explainCache(seq, state, page) {
   const { admitted } = seq;
   if (!admitted) return [];
+  const { engine } = page.spans.allLanes.findLast((lane) => lane.id === seq.id) ?? state;
   const isShort = admitted.tokens <= state.about.block_size;
   const reason = isShort ? "only full blocks are cached, and it is shorter" : admitted.match_end;
   const found = [
     heading("What was cached?"),
     paragraph(
-      `At its ${seq.preemptions ? "last " : ""}admission, in step ${count(admitted.step)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache: ${reason}.`,
+      `At its ${seq.preemptions ? "last " : ""}admission, in ${nameOfStep(admitted.step, engine)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache: ${reason}.`,
     ),
   ];
   if (admitted.missing) {
     const evicted = page.findEvent(
       (line) => line[0] === "evicted" && line[5] === admitted.missing,
       admitted.step,
+      engine,
     );
     if (evicted !== null) {
       found.push(
         paragraph(
-          `That block had been computed before, and was evicted in step ${count(page.history.line(evicted)[2])}. `,
+          `That block had been computed before, and was evicted in ${nameOfStep(page.history.line(evicted)[2], engine)}. `,
           link("Show that moment", evicted),
         ),
       );
@@ -458,7 +483,7 @@ function explainPreemptions(seq, page) {
       element(
         "li",
         "",
-        link(`step ${count(mark.step)}`, mark.at),
+        stepLink(mark.step, mark.at, page),
         ` · ${capitalised(mark.reason)}`,
         ...forWhom(seq, other),
         `. ${cost}`,
@@ -495,7 +520,7 @@ function lifeOf(seq, page) {
       element(
         "li",
         "",
-        link(`step ${count(event.step)}`, index),
+        stepLink(event.step, index, page),
         ` ${KINDS[event.kind][1]}: ${describe(event, (id) => page.names.letters(id))}`,
       ),
     );
@@ -571,11 +596,17 @@ function explainBlock(block, page) {
 function explainStep(step, page) {
   const [first, ...rest] = describeStep(step);
   return [
-    element("h2", "title", `Step ${count(step.number)}`),
+    element("h2", "title", capitalised(nameOfStep(step.number, step.engine))),
     paragraph(`${first}.`),
     ...rest.map((words) => paragraph(words)),
-    link("Go to this step", step.at),
+    linkToStep(step, page),
   ];
+}
+
+// The results of a step may come while later steps are planned. The link leads to the step itself.
+function linkToStep({ number, engine, at }, { history }) {
+  const place = history.placeOfNumber(number, engine);
+  return link("Go to this step", place < 0 ? at : history.endOfStep(place));
 }
 
 // What explainNothing shows.

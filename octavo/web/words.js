@@ -52,6 +52,11 @@ export const FINISH_REASONS = {
   search_over: "beam search finished",
 };
 
+// Names a step. Each engine process counts its own steps, so that the process is named after a
+// restart.
+export const nameOfStep = (number, engine = 1) =>
+  `step ${count(number)}${engine > 1 ? ` of engine ${engine}` : ""}`;
+
 const blockList = (blocks) => {
   const shown = blocks.filter((block) => block);
   return shown.length > 6 ? `${shown.slice(0, 5).join(", ")} … ${shown.at(-1)}` : shown.join(", ");
@@ -65,7 +70,8 @@ export function describe(event, name) {
 
 const writers = {
   opened: () => "the page is connected and has the state of the engine",
-  restarted: () => "a new engine process has started with an empty cache",
+  restarted: (e) =>
+    `the engine process ended after step ${count(e.after ?? 0)}${e.lost ? `, and ${plural(e.lost, "request")} failed` : ""}; a new one starts with an empty cache`,
   reopened: (e) =>
     `${plural(e.missed ?? 0, "event")} not seen, because no page was connected for a while`,
   gap: (e) => `${plural(e.missed ?? 0, "event")} skipped, because this page was too slow`,

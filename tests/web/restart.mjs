@@ -1,10 +1,21 @@
 // Reads two streams, separated by an empty line: as those of two engine processes, and the first one with a part that the page has not
-// seen. Prints the names, and what is not as it must be.
+// seen. Prints the names, the steps of both engine processes, and what is not as it must be.
 
 import { readFileSync } from "node:fs";
 
 import { History } from "../../octavo/web/history.js";
 import { Spans } from "../../octavo/web/spans.js";
+
+// The module with words asks the browser for colours when it is loaded.
+const nothing = { matches: false, addEventListener() {}, getPropertyValue: () => "" };
+Object.assign(globalThis, {
+  document: { getElementById: () => nothing, documentElement: {} },
+  addEventListener() {},
+  getComputedStyle: () => nothing,
+  matchMedia: () => nothing,
+  ResizeObserver: class {},
+});
+const { describe, nameOfStep } = await import("../../octavo/web/words.js");
 
 const [first, second] = readFileSync(0, "utf8").trim().split("\n\n");
 const parse = (text, about = {}) => {
@@ -42,6 +53,24 @@ const whole = open([...half, ...parse(second, { engine: "two", stream: "two" })]
 const again = open(parse(whole.history.text()));
 const lost = whole.history.stateAt(whole.history.last).ended.filter(({ reason }) => reason === "lost");
 
+// What the page says about the restart, and where the steps with one number are that both engine processes have.
+function stepsOf({ history, spans }) {
+  const index = history.restarts[0];
+  const { number } = spans.steps.findLast((each) => each.engine === 2 && history.placeOfNumber(each.number, 1) >= 0);
+  const places = [1, 2].map((engine) => history.placeOfNumber(number, engine));
+  const ends = places.map((place) => history.endOfStep(place));
+  return {
+    restarts: history.restarts.length, marks: spans.restarts, last: spans.steps.filter(({ engine }) => engine === 1).length,
+    words: describe(history.event(index), () => ""), before: history.line(index - 1)[2], number,
+    numbers: ends.map((end) => history.line(end)[2]),
+    names: ends.map((end) => nameOfStep(history.stateAt(end).step, history.stateAt(end).engine)),
+    order: ends[0] < index && index < ends[1],
+    latest: history.placeOfNumber(number) === places[1],
+    // Any line of a step leads to the end of the step.
+    ends: places.every((place, i) => [history.steps[place], ends[i]].every((line) => history.endOfStepWith(line) === ends[i])),
+  };
+}
+
 // Without the lines between two snapshots, which are the same stream or a new one of the same engine.
 function withoutMiddle(about) {
   const lines = parse(first);
@@ -62,6 +91,8 @@ console.log(JSON.stringify({
   againWrong: wrongIn(again),
   reused: whole.reused,
   lost: lost.length,
+  steps: stepsOf(whole),
+  stepsAgain: stepsOf(again),
   gap: withoutMiddle({}),
   reopened: withoutMiddle({ stream: "other" }),
 }));

@@ -97,6 +97,16 @@ def test_letters_continue_after_an_engine_crash_and_nothing_stays_live_that_has_
     assert whole == before + [max(before) + name for name in after] and before and after
     assert found["again"] == whole, "a saved page has the same letters"
     assert found["lost"] > 0
+    steps = found["steps"]
+    assert steps["restarts"] == 1 and steps["marks"] == [steps["last"]]
+    assert steps["words"] == (
+        f"the engine process ended after step {steps['before']:,}, and {found['lost']} "
+        "requests failed; a new one starts with an empty cache"
+    )
+    number = steps["number"]
+    assert steps["numbers"] == [number, number] and steps["order"] and steps["latest"]
+    assert steps["names"] == [f"step {number}", f"step {number} of engine 2"] and steps["ends"]
+    assert found["stepsAgain"] == steps, "a saved page tells the engine processes apart as well"
     for kind in ("gap", "reopened"):
         assert found[kind]["wrong"] == [] and found[kind]["opening"] == kind
         assert found[kind]["missed"] == found[kind]["expected"] > 0
