@@ -145,7 +145,7 @@ def test_min_tokens_counts_what_has_left_the_cache() -> None:
         (dict(kv_budget=16), "from 24"),
         (dict(kv_budget=208), "max_model_len"),
         (dict(kv_eviction="oldest"), "none, sinks, heavy"),
-        (dict(kv_eviction="none"), "bounds nothing"),
+        (dict(kv_eviction="none"), "kv_budget has no effect"),
     ],
 )
 def test_what_cannot_be_bounded_is_refused(options: dict[str, Any], why: str) -> None:
