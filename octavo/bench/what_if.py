@@ -71,7 +71,10 @@ class PlannedStep:
 class RecordedRun:
     """The requests of a recording and the times of its steps."""
 
-    def __init__(self, lines: Iterable[bytes]):
+    def __init__(self, lines: Iterable[bytes], engine: str = ""):
+        """Read the requests of one engine process, by its name in the snapshots: without a name,
+        the last one."""
+        self.lines: list[bytes] = []  # of this engine process
         self.about: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
         self.requests: dict[int, RecordedRequest] = {}
@@ -81,12 +84,25 @@ class RecordedRun:
         self._decode: list[int] = []
         self._in_flight: dict[int, PlannedStep] = {}
         self._landed_at = 0
+        is_chosen = False
         for line in lines:
             kind, _, step, _, *values = json.loads(line)
+            if kind == "snapshot":
+                is_chosen = engine in ("", values[0].get("engine"))
+                if is_chosen and values[0].get("stream") != self.about.get("stream"):
+                    self.lines = []
+            if not is_chosen:
+                continue
+            self.lines.append(line)
             event = dict(zip(FIELDS[kind], values, strict=False), step=step)
             handler = getattr(self, f"_on_{kind}", None)
             if handler is not None:
                 handler(event)
+        if not self.about and engine:
+            raise InvalidRequest(
+                "the events of this engine process are no longer kept: choose a later step",
+                "engine",
+            )
         if not self.about:
             raise InvalidRequest("the recording has no snapshot: record it again", "recording")
 
@@ -271,15 +287,20 @@ def check_changes(changes: Any) -> dict[str, Any]:
 
 
 def what_if(recording: bytes, changes: Any) -> dict[str, Any]:
-    """Simulate the requests of a recording under its own settings and under changed ones."""
+    """Simulate the requests of a recording under its own settings and under changed ones. `changes`
+    may name the engine process whose requests are simulated."""
+    engine = changes.get("engine", "") if isinstance(changes, dict) else ""
+    if isinstance(changes, dict):
+        changes = {name: value for name, value in changes.items() if name != "engine"}
     checked = check_changes(changes)
-    run = RecordedRun(recording.splitlines())
+    run = RecordedRun(recording.splitlines(), engine)
     costs = run.costs()
     is_fitted = len(run.steps) >= MIN_STEPS
     return {
         "changes": checked,
         "settings": run.settings,
         "error": errors(costs, run.steps)["total_error"] if is_fitted else None,
+        "events": b"\n".join(run.lines).decode(),
         "recorded": simulated_lines(run, costs, {}),
         "changed": simulated_lines(run, costs, checked),
     }

@@ -34,6 +34,7 @@ export class History {
     // the letters of earlier ones; and the largest numbers so far.
     this.numbering = { names: 0, ids: 0 };
     this.largest = { names: 0, ids: 0 };
+    this.namesBefore = new Map(); // The name of an engine process -> numbering.names for it.
     this.streams = new Set(); // The names of all streams so far.
     this.isRepeated = false; // The lines belong to an earlier stream, and are known already.
   }
@@ -95,6 +96,7 @@ export class History {
     if (isNew) this.offset = Math.round(1e6 * (about.unix_time - this.origin));
     const opening = openingOf(before, about, isNew);
     if (opening === "restarted" && !about.renumbered) this.numbering = { ...this.largest };
+    this.namesBefore.set(about.engine, this.numbering.names);
     const state = renumberSnapshot(shiftSnapshot(snapshot, this.offset), this.numbering);
     for (const { seq, name } of state.sequences) this.#count(seq, name);
     const line = [

@@ -1,8 +1,8 @@
-// What if: the requests that the page has seen, simulated under other settings
+// What if: the requests of the engine process at the cursor, simulated under other settings
 // (octavo/bench/what_if.py). The scheduler is the real one; the time of a step comes from a model
 // that is fitted to the recorded steps. Whatever is simulated says so.
 
-import { byId, count, element, few, setText, spell } from "./draw.js";
+import { byId, count, element, few, plural, setText, spell } from "./draw.js";
 import { address, authorization, parseLines } from "./feed.js";
 import { History, renameRequests } from "./history.js";
 import { Spans, percentile } from "./spans.js";
@@ -11,6 +11,7 @@ import { Timeline } from "./timeline.js";
 const panel = byId("what-if");
 const dialog = byId("simulated");
 const POLICIES = ["fcfs", "priority", "shortest", "deadline", "fair", "prefix"];
+const SAME = "the same settings";
 let getPage = () => null;
 
 export function bindWhatIf(page) {
@@ -40,7 +41,7 @@ export function bindWhatIf(page) {
     element(
       "p",
       "",
-      "What would have happened under other settings? The requests that this page has seen are played again by the real scheduler. No model runs: the time of a step is predicted from the recorded steps.",
+      "What would have happened under other settings? The requests of the engine process at the viewed step are played again by the real scheduler. No model runs: the time of a step is predicted from the recorded steps.",
     ),
     element("div", "fields", ...rows),
     element("p", "buttons", button),
@@ -59,7 +60,8 @@ function fill(fields) {
 }
 
 async function simulate(fields, button, message) {
-  const changes = { policy: fields.policy.value };
+  const { engine } = getPage().state.about;
+  const changes = { engine, policy: fields.policy.value };
   for (const name of ["token_budget", "max_num_seqs", "num_blocks"])
     if (Number(fields[name].value)) changes[name] = Number(fields[name].value);
   button.disabled = true;
@@ -73,24 +75,26 @@ async function simulate(fields, button, message) {
     const result = await reply.json();
     if (!reply.ok || result.message) throw new Error(result.message ?? result.error.message);
     setText(message, "");
-    show(result);
+    show(result, engine);
   } catch (error) {
     setText(message, error.message);
   }
   button.disabled = false;
 }
 
-// Reads the events of a simulation. Its requests get the names of the recorded ones.
+// Reads the events of a recording or a simulation, whose requests are renamed. `before` are the
+// counters with which it begins.
 function read(text, offset) {
   const spans = new Spans();
   const history = new History((event, state, index) => spans.add(event, state, index));
   const lines = parseLines(text);
   renameRequests(lines, offset);
   history.add(lines);
-  return { spans, history };
+  const before = history.keyframes[0].state.counters;
+  return { spans, counters: history.end.counters, before };
 }
 
-function summary(spans, counters) {
+function summary({ spans, counters, before }) {
   const times = (samples) => samples.values.slice(0, samples.length).sort();
   const [ttft, itl] = [times(spans.ttft), times(spans.itl)];
   const last = spans.steps.at(-1)?.landed ?? 0;
@@ -102,17 +106,35 @@ function summary(spans, counters) {
     spell(percentile(itl, 50) ?? 0),
     spell(percentile(itl, 99) ?? 0),
     few(tokens / Math.max((last - first) / 1e6, 1e-9)),
-    count(counters.preemptions),
-    count(counters.recomputed_tokens),
+    count(counters.preemptions - before.preemptions),
+    count(counters.recomputed_tokens - before.recomputed_tokens),
     spell(last - first),
   ];
 }
 
-function show(result) {
+// Returns the recorded run, and the simulated ones, of the same requests. `names` is added to the
+// numbers of the recorded ones.
+export function readRuns(result, names) {
+  const recorded = read(result.events, names);
+  const offset = Math.min(...recorded.spans.allLanes.map((lane) => lane.name)) - 1;
+  const [same, changed] = [result.recorded, result.changed].map((text) => read(text, offset));
+  return { recorded, same, changed };
+}
+
+// Returns the rows of the table: a name and the values.
+export function rowsOf({ recorded, same, changed }, words) {
+  const rows = [
+    ["recorded", recorded],
+    [`simulated, ${SAME}`, same],
+  ];
+  if (words !== SAME) rows.push([`simulated, ${words}`, changed]);
+  return rows.map(([name, run]) => [name, summary(run)]);
+}
+
+function show(result, engine) {
   const page = getPage();
-  const offset = Math.min(...page.spans.allLanes.map((lane) => lane.name)) - 1;
-  const same = read(result.recorded, offset);
-  const changed = read(result.changed, offset);
+  const runs = readRuns(result, page.history.namesBefore.get(engine) ?? 0);
+  const { recorded, changed } = runs;
   const heads = [
     "",
     "TTFT p50",
@@ -124,11 +146,9 @@ function show(result) {
     "recomputed",
     "total",
   ];
-  const rows = [
-    ["recorded", page.spans, page.history.end],
-    ["simulated, the same settings", same.spans, same.history.end],
-    [`simulated, ${describe(result)}`, changed.spans, changed.history.end],
-  ];
+  const rows = rowsOf(runs, describe(result));
+  const requests = plural(recorded.spans.allLanes.length, "request");
+  const which = page.state.engine > 1 ? `engine ${page.state.engine}` : "the engine process";
   const table = element(
     "table",
     "",
@@ -140,12 +160,12 @@ function show(result) {
     element(
       "tbody",
       "",
-      ...rows.map(([name, spans, state]) =>
+      ...rows.map(([name, values]) =>
         element(
           "tr",
           "",
           element("td", "", name),
-          ...summary(spans, state.counters).map((text) => element("td", "num", text)),
+          ...values.map((text) => element("td", "num", text)),
         ),
       ),
     ),
@@ -157,6 +177,7 @@ function show(result) {
       : `On the recorded steps, the predicted total time is off by ${few(100 * Math.abs(result.error))} %.`;
   byId("simulated-content").replaceChildren(
     element("h2", "", "What if"),
+    element("p", "what", `All rows show the same ${requests} of ${which}, as far as its events are kept.`),
     table,
     element("p", "what", error),
     element("h3", "", "recorded"),
@@ -166,7 +187,7 @@ function show(result) {
   );
   byId("simulated-content").querySelector("h2").id = "simulated-title";
   dialog.showModal();
-  drawBoth(canvases, page.spans, changed.spans);
+  drawBoth(canvases, recorded.spans, changed.spans);
 }
 
 const describe = ({ changes, settings }) => {
@@ -178,7 +199,7 @@ const describe = ({ changes, settings }) => {
   const parts = Object.entries(changes)
     .filter(([name, value]) => before[name] !== value)
     .map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`);
-  return parts.join(", ") || "the same settings";
+  return parts.join(", ") || SAME;
 };
 
 // Both timelines show the same interval, and the same request has the same letters in both.

@@ -16,6 +16,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.core.simulate import EMBEDDED_CPU, CostRunner, VirtualClock, replay, requests_of
 from octavo.core.trace import read
 from octavo.errors import InvalidRequest
+from tests.web.streams import NODE, run_node
 
 TRACE = "poisson:rate=9,n=25,prompt=32-200,output=16-100,shared=64,groups=2,urgent=0.2,tenants=2"
 
@@ -68,6 +69,44 @@ def test_what_cannot_be_simulated_is_refused() -> None:
             what_if(recording, changes)
     with pytest.raises(InvalidRequest):
         what_if(recording.splitlines()[0], {"policy": "fcfs"})
+
+
+def two_engines() -> tuple[bytes, bytes]:
+    """Return recordings of two engine processes, with names as a server gives them."""
+    return record(), record("shortest", 32)
+
+
+def engine_of(recording: bytes) -> str:
+    name: str = json.loads(recording.splitlines()[0])[4]["engine"]
+    return name
+
+
+def test_only_the_requests_of_one_engine_process_are_simulated() -> None:
+    first, second = two_engines()
+    both = first + second
+    for recording in (first, second):
+        result = what_if(both, {"engine": engine_of(recording), "token_budget": 96})
+        assert result["changes"] == {"token_budget": 96}
+        assert result["events"].encode().splitlines() == recording.splitlines()
+        assert counts(result["recorded"])[0] == counts(recording)[0]
+    assert what_if(both, {})["events"].encode().splitlines() == second.splitlines()
+    with pytest.raises(InvalidRequest, match="no longer kept"):
+        what_if(both, {"engine": "gone"})
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+def test_the_page_compares_the_same_requests() -> None:
+    first, second = two_engines()
+    result = what_if(first + second, {"engine": engine_of(second), "policy": "shortest"})
+    found = run_node("whatif.mjs", json.dumps(result).encode())
+    names = [name for name, _ in found["rows"]]
+    settings = "simulated, the same settings"
+    assert names == ["recorded", settings, "simulated, policy shortest"]
+    assert found["unchanged"] == ["recorded", settings], "a row is not shown twice"
+    recorded, same, _ = (values for _, values in found["rows"])
+    assert recorded == same, "the simulation repeats the recording, which is one itself"
+    assert int(recorded[5]) == counts(second)[0]["preempted"] > 0
+    assert found["names"][0][0] == 101 and len(set(map(str, found["names"]))) == 1
 
 
 def test_requests_that_have_not_ended_take_part() -> None:

@@ -402,6 +402,34 @@ def test_letters_continue_after_a_crash_of_the_engine(tmp_path: Path, browser: B
     assert new == {letters(max(first_process) + name) for name in last_process}
 
 
+def test_what_if_compares_the_requests_of_one_engine_process(
+    tmp_path: Path, browser: Browser
+) -> None:
+    engine = {"max_model_len": 256, "num_gpu_blocks_override": 30}
+    with server(tmp_path, engine=engine, live_controls=True) as running:
+        watched = Watched(browser, running.url)
+        page = watched.page
+        page.wait_for_selector("#status[data-state=ready]")
+        for thread in send_load(running):
+            thread.join(60)
+        running.post("/live/crash", {})
+        page.wait_for_selector("#status:not([data-state=ready])")
+        page.wait_for_selector("#status[data-state=ready]", timeout=60_000)
+        for number in range(3):
+            running.complete(prompt=f"after the crash {number}", max_tokens=12)
+        page.wait_for_timeout(400)
+        page.click("#tab-what-if")
+        page.click("#what-if button.primary")
+        page.wait_for_selector("#simulated[open]", timeout=60_000)
+        words = page.inner_text("#simulated p.what >> nth=0")
+        # The page sends requests itself, and some fail while the engine restarts.
+        match = re.match(r"All rows show the same (\d+) requests of engine 2,", words)
+        assert match is not None and 3 <= int(match[1]) < 9, words
+        assert page.locator("#simulated tbody tr").count() == 2
+        assert all(error.startswith("Failed to load resource") for error in watched.errors)
+        watched.close()
+
+
 def names_by_engine(recording: bytes) -> list[list[int]]:
     """Return the numbers of the requests that arrived, by engine process."""
     numbers: dict[str, list[int]] = {}
