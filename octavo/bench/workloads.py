@@ -8,11 +8,15 @@ The speed does not depend on the ids, and works with random weights.
     decode         256 requests, 16 tokens in, 512 out
     shared_prefix  256 requests that share 2,048 tokens and have 64 of their own, 64 out
     prefill        64 requests, 2,000 tokens in, 1 out; counted in prompt tokens
+    long_prompts   32 requests, 3,800 tokens in, 250 out
+    long_context   8 requests, 30,000 tokens in, 256 out
+    batch16        16 requests, 200 tokens in, 256 out; batch32 and batch64 have 32 and 64 of them
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from octavo.config import ModelConfig
@@ -65,7 +69,21 @@ WORKLOADS = {
     "decode": lambda: uniform(256, 16, 512),
     "shared_prefix": shared_prefix,
     "prefill": lambda: uniform(64, 2000, 1, counts_prompt=True),
+    "long_prompts": lambda: uniform(32, 3800, 250),
+    "long_context": lambda: uniform(8, 30000, 256),
+    "batch16": lambda: uniform(16, 200, 256),
+    "batch32": lambda: uniform(32, 200, 256),
+    "batch64": lambda: uniform(64, 200, 256),
 }
+
+
+def longest_request(names: Iterable[str]) -> int:
+    """Return the most tokens, prompt and reply, of a request in these workloads."""
+    return max(
+        len(prompt) + output
+        for workload in (WORKLOADS[name]() for name in names)
+        for prompt, output in zip(workload.prompts, workload.outputs, strict=True)
+    )
 
 
 class HardwareRates(NamedTuple):

@@ -150,11 +150,14 @@ def throughput(
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
 ) -> None:
-    """Measure whole workloads: offline, single, four, decode, shared_prefix, prefill."""
+    """Measure whole workloads: offline, single, four, decode, shared_prefix, prefill,
+    long_prompts, long_context, batch16, batch32, batch64.
+
+    A workload with longer requests raises --max-model-len."""
     from octavo.bench.model_shapes import load_shape
     from octavo.bench.result_file import BenchRun
     from octavo.bench.throughput import measure_rows
-    from octavo.bench.workloads import WORKLOADS
+    from octavo.bench.workloads import WORKLOADS, longest_request
     from octavo.cli.progress import Steps
 
     names = workloads.split(",")
@@ -162,6 +165,9 @@ def throughput(
         raise InvalidRequest(
             f"unknown workload {', '.join(unknown)}: use {', '.join(WORKLOADS)}", "workloads"
         )
+    if engine.max_model_len is not None:
+        longest = max(engine.max_model_len, longest_request(names))
+        engine = replace(engine, max_model_len=longest)
     run = BenchRun("throughput", output, model=model)
     with bench_session(run, picture), Steps() as progress:
         task = progress.add_task("loading", total=None)

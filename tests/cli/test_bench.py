@@ -12,7 +12,7 @@ import torch
 from typer.testing import Result
 
 from octavo import LLM
-from octavo.bench import measure_batching
+from octavo.bench import measure_batching, workloads
 from octavo.bench.model_shapes import TINYLLAMA_1B
 from octavo.bench.workloads import HardwareRates, Workload, limit_seconds
 from octavo.cli.options import load_llm
@@ -103,6 +103,29 @@ def test_the_floor_of_quantised_weights_reads_fewer_bytes_and_computes_the_same(
     assert limit(plain, computes) == limit(small, computes) and limit(small, reads) < 0.6 * limit(
         plain, reads
     )
+
+
+def test_a_workload_with_long_requests_raises_the_model_length(
+    octavo: Octavo, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(workloads.WORKLOADS, "four", lambda: Workload([[5] * 40] * 2, [9, 8]))
+    flags = ("--workloads", "four", "--repeat", 1, "--max-model-len", 16)
+    result = octavo("bench", "throughput", tiny, *flags)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert row["workload"] == "four" and row["tok_s"] > 0
+
+
+def test_workloads_have_the_sizes_that_the_documentation_states() -> None:
+    sizes = {
+        name: {(len(prompt), output) for prompt, output in zip(*workload[:2], strict=True)}
+        for name in ("long_prompts", "long_context", "batch16", "batch32", "batch64")
+        for workload in [workloads.WORKLOADS[name]()]
+    }
+    batch = {(200, 256)}
+    assert sizes["long_prompts"] == {(3800, 250)} and sizes["long_context"] == {(30000, 256)}
+    assert sizes["batch16"] == sizes["batch32"] == sizes["batch64"] == batch
+    assert workloads.longest_request(["batch64", "long_context", "single"]) == 30256
 
 
 def test_copy_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
