@@ -64,6 +64,17 @@ def test_attention_in_long_sequences(block: int, window: int) -> None:
     )
 
 
+@pytest.mark.parametrize("window", [0, 300])
+def test_only_long_sequences_of_many_are_split(window: int) -> None:
+    """Each sequence has as many splits as its length deserves; most have one."""
+    lengths = [700, 3, 255, 511, 512, 1, 600, *range(1, 26)]
+    batch, kv = filled([(1, length - 1) for length in lengths], 4, 16, DEVICE, block=64)
+    q = random(len(batch.ids), 4, 16)
+    close(
+        TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window)
+    )
+
+
 @pytest.mark.parametrize("window", [0, 20])
 def test_many_rows_decode_beside_prompts(window: int) -> None:
     batch, kv = filled(

@@ -6,8 +6,9 @@ and in base 2. For compressed KV (octavo.ops.kv) they multiply the codes: the sc
 into its score, the scale of a value into its probability.
 
     decode    One program for each (sequence, key head, split). The kernel is bound by reading KV,
-              so splits only serve to occupy every multiprocessor. With several splits a second
-              kernel joins their partial results (flash decoding).
+              so splits only serve to occupy every multiprocessor. A sequence is divided into as
+              many splits as its length deserves, which only the device knows. A second kernel
+              joins the partial results of several splits (flash decoding).
     prefill   One program for each (tile of query tokens, key head), the longest context first. The
               kernel is bound by matrix products. A few tokens after a long context, as after a
               prefix cache hit, are too few programs, so they are split like decoding sequences.
@@ -42,6 +43,10 @@ if torch.cuda.is_available():
 LISTS = ["table_rows_ptr", "query_start_ptr", "seq_lens_ptr"]
 # The number of programs that keeps an H200 evenly busy with sequences of different lengths.
 PROGRAMS = 8 * 132
+# The least number of tiles that a split of a decoding sequence has if OCCUPYING programs exist
+# without splits, and fewer with fewer programs. A split costs more than reading a tile or two.
+MIN_TILES = 4
+OCCUPYING = 128
 # The least number of decoding sequences that run beside prefill. For fewer sequences the number of
 # splits varies, and each number would compile another kernel.
 BESIDE = 32
@@ -50,6 +55,8 @@ BESIDE = 32
 FEW = 64
 LONG = 1024
 SPLITS = 8
+# The constants that join_kernel shares with the kernel before it.
+JOINED = ("NUM_HEADS", "HEAD_DIM", "HEAD_DIM_PADDED", "TILE_KEYS", "MIN_TILES", "WINDOW")
 
 
 @triton.jit
@@ -405,6 +412,7 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     LARGEST_CODE: tl.constexpr,
@@ -413,6 +421,7 @@ def decode_kernel(
 ):
     """Compute attention for sequences with one query token each.
 
+    NUM_SPLITS is the largest number of splits. The programs of surplus splits end at once.
     BESIDE_PREFILL means that the kernel before is prefill_kernel with LAUNCH_EARLY: the inputs are
     ready, and this kernel waits at its end until that one has finished.
     """
@@ -423,10 +432,12 @@ def decode_kernel(
     head = tl.program_id(1)
     split = tl.program_id(2)
     sequence_length = tl.load(seq_lens_ptr + sequence)
-    first_tile = 0
-    if WINDOW > 0:
-        first_tile = tl.maximum(sequence_length - WINDOW, 0) // TILE_KEYS
-    tiles_per_split = tl.cdiv(tl.cdiv(sequence_length, TILE_KEYS) - first_tile, NUM_SPLITS)
+    first_tile, num_tiles, splits = _divide(
+        sequence_length, TILE_KEYS, NUM_SPLITS, MIN_TILES, WINDOW
+    )
+    if split >= splits:
+        return
+    tiles_per_split = tl.cdiv(num_tiles, splits)
     key_begin = (first_tile + split * tiles_per_split) * TILE_KEYS
     key_end = tl.minimum(key_begin + tiles_per_split * TILE_KEYS, sequence_length)
     group_heads = tl.arange(0, GROUP_PADDED)
@@ -593,7 +604,7 @@ def decode_kernel(
         )
     if LARGEST_CODE > 0:
         accumulator *= 1.0 / LARGEST_CODE
-    if NUM_SPLITS == 1:
+    if splits == 1:
         tl.store(
             output_ptr + rows[:, None] * HEAD_DIM + dim_offsets[None, :],
             accumulator / running_sum[:, None],
@@ -613,6 +624,28 @@ def decode_kernel(
         )
     if BESIDE_PREFILL:
         wait_for_inputs()
+
+
+@triton.jit
+def _divide(
+    sequence_length,
+    TILE_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Return the first tile of a decoding sequence, its number of tiles and its number of splits.
+
+    A split has at least MIN_TILES tiles.
+    """
+    first_tile = 0
+    if WINDOW > 0:
+        first_tile = tl.maximum(sequence_length - WINDOW, 0) // TILE_KEYS
+    num_tiles = tl.cdiv(sequence_length, TILE_KEYS) - first_tile
+    splits = 1
+    if NUM_SPLITS > 1:
+        splits = tl.maximum(1, tl.minimum(NUM_SPLITS, num_tiles // MIN_TILES))
+    return first_tile, num_tiles, splits
 
 
 @triton.jit
@@ -638,29 +671,43 @@ def _keep(
     tl.store(partial_sum_ptr + partial_rows, running_sum, mask=in_range)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["seq_lens_ptr"])
 def join_kernel(
     partial_ptr,
     partial_max_ptr,
     partial_sum_ptr,
+    seq_lens_ptr,
     output_ptr,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Join the results of all splits. There is one program for each query head.
 
-    An empty split has the maximum -inf and thus the weight 0.
+    An empty split has the maximum -inf and thus the weight 0. With MIN_TILES the splits are those
+    of decode_kernel, and a sequence with a single split has its output already.
     """
     start_next()
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
+    if MIN_TILES > 0:
+        _, _, splits = _divide(
+            tl.load(seq_lens_ptr + row // NUM_HEADS), TILE_KEYS, NUM_SPLITS, MIN_TILES, WINDOW
+        )
+    else:
+        splits = NUM_SPLITS
+    if splits == 1:
+        return
     split_offsets = tl.arange(0, SPLITS_PADDED)
     dim_offsets = tl.arange(0, HEAD_DIM_PADDED)
     split_max = tl.load(
         partial_max_ptr + row * NUM_SPLITS + split_offsets,
-        mask=split_offsets < NUM_SPLITS,
+        mask=split_offsets < splits,
         other=-float("inf"),
     )
     weight = tl.exp2(split_max - tl.max(split_max, 0))
@@ -668,12 +715,12 @@ def join_kernel(
         weight
         * tl.load(
             partial_sum_ptr + row * NUM_SPLITS + split_offsets,
-            mask=split_offsets < NUM_SPLITS,
+            mask=split_offsets < splits,
             other=0.0,
         ),
         0,
     )
-    partial_mask = (split_offsets[:, None] < NUM_SPLITS) & (dim_offsets[None, :] < HEAD_DIM)
+    partial_mask = (split_offsets[:, None] < splits) & (dim_offsets[None, :] < HEAD_DIM)
     split_accumulator = tl.load(
         partial_ptr + (row * NUM_SPLITS + split_offsets)[:, None] * HEAD_DIM + dim_offsets[None, :],
         mask=partial_mask,
@@ -949,18 +996,21 @@ def _parts(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _join(
-    parts: tuple[Tensor, Tensor, Tensor], output: Tensor, num_splits: int, shape: dict[str, Any]
+    parts: tuple[Tensor, Tensor, Tensor],
+    seq_lens: Tensor,
+    output: Tensor,
+    num_splits: int,
+    constants: dict[str, Any],
 ) -> None:
     if num_splits > 1:
-        splits_padded = triton.next_power_of_2(num_splits)
         join_kernel[output.shape[0] * output.shape[1],](
             *parts,
+            seq_lens,
             output,
-            shape["HEAD_DIM"],
-            shape["HEAD_DIM_PADDED"],
-            num_splits,
-            splits_padded,
+            NUM_SPLITS=num_splits,
+            SPLITS_PADDED=triton.next_power_of_2(num_splits),
             num_warps=4,
+            **{name: constants[name] for name in JOINED},
             **LAUNCH,
         )
 
@@ -987,7 +1037,8 @@ def _decode(
         tensors, strides = arguments(QuantKV(kv_cache.codes.view(torch.int32), kv_cache.scales))
     else:
         tensors, strides = arguments(kv_cache)
-    # The splits depend on the largest possible length, so that few different kernels are needed.
+    # The largest number of splits depends on the largest possible length, so that few different
+    # kernels are needed.
     max_length = batch.block_table.shape[1] * shape["BLOCK_SIZE"]
     num_splits = max(
         1,
@@ -998,14 +1049,15 @@ def _decode(
         ),
     )
     num_splits = 1 << round(math.log2(num_splits))
+    num_unsplit = num_sequences * num_kv_heads
+    min_tiles = max(1, min(MIN_TILES, MIN_TILES * num_unsplit // OCCUPYING))
     # More stages let each program prefetch two tiles instead of one. Only three such programs fit a
     # multiprocessor instead of five, so this does not pay if there are slightly more than three.
     can_prefetch_more = (
         shape["HEAD_DIM_PADDED"] == 128 and kv_cache.dtype.itemsize == 2 and tile["num_stages"] == 4
     )
-    if (
-        can_prefetch_more
-        and not 3 < num_sequences * num_kv_heads * num_splits / (PROGRAMS / 8) <= 4
+    if can_prefetch_more and not any(
+        3 < num_unsplit * splits / (PROGRAMS / 8) <= 4 for splits in (1, num_splits)
     ):
         tile["num_stages"] = 6  # two prefetched tiles, as the compiler counts stages
     parts = _parts(query[:num_sequences], num_splits)
@@ -1022,6 +1074,7 @@ def _decode(
         batch.block_table.stride(0),
         GROUP_PADDED=max(16, triton.next_power_of_2(shape["GROUP_SIZE"])),
         NUM_SPLITS=num_splits,
+        MIN_TILES=min_tiles,
         WINDOW=window,
         READ_WORDS=read_words,
         BESIDE_PREFILL=beside_prefill,
@@ -1030,7 +1083,8 @@ def _decode(
         **shape,
         **LAUNCH,
     )
-    _join(parts, output[:num_sequences], num_splits, shape)
+    constants = {**shape, **tile, "MIN_TILES": min_tiles, "WINDOW": window}
+    _join(parts, batch.seq_lens, output[:num_sequences], num_splits, constants)
 
 
 def _prefill(
@@ -1082,5 +1136,6 @@ def _prefill(
     )
     accumulators, maxima, sums = parts
     prefill_parts = (accumulators[num_decoding:], maxima[num_decoding:], sums[num_decoding:])
-    _join(prefill_parts, output[num_decoding:], num_splits, shape)
+    constants = {**shape, "TILE_KEYS": 0, "MIN_TILES": 0, "WINDOW": 0}
+    _join(prefill_parts, batch.seq_lens, output[num_decoding:], num_splits, constants)
     return launch_early
