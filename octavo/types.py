@@ -57,7 +57,7 @@ class Request:
     submitted: float = 0.0  # when the front sent it to the engine process; 0: same process
     # Part of an offline batch: only the time until all of its replies are finished matters.
     offline: bool = False
-    pooling: str | None = None  # of POOLINGS: return hidden states of the prompt, not text
+    pooling: str | None = None  # one of POOLINGS: return hidden states of the prompt, not text
 
 
 # ---- sequences -----------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Sequence:
     index: int  # which of the request's completions or beams this is
     # Prompt and committed output. An array, because it is copied, hashed and uploaded as bytes.
     tokens: array[int]
-    prompt_len: int  # of the request's prompt; bounded KV may have dropped part of it
+    prompt_len: int  # length of the request's prompt; bounded KV may have dropped part of it
     # The sequence ends when len(tokens) reaches this. Dropping a block lowers it by a block.
     position_limit: int
     seed: int
@@ -274,7 +274,7 @@ class Plan:
     drafts: dict[int, array[int]] = field(default_factory=dict)
     # item index -> allowed tokens at each sampled position (Guide.mask); other items may sample any
     token_masks: dict[int, list[bytes]] = field(default_factory=dict)
-    num_drafts: int = 0  # of all items
+    num_drafts: int = 0  # total over all items
     # False: the device's drafter need not compute KV of its own for this step. Graphs ignore it.
     followed: bool = True
     # Disk work starts with the step and finishes whenever the disk is done.
@@ -372,7 +372,7 @@ class Output:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop token id or string that ended it
-    cached_tokens: int = 0  # set in the first and the last output only
+    cached_tokens: int = 0  # prompt tokens found in the cache; in the first and last output only
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # set in the first output only
     error: str | None = None
     code: str | None = None  # stable error code, set if the request itself caused the error

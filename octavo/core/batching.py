@@ -30,7 +30,7 @@ MODES_OF_OPTION = {
     "window_ms": ("window",),
     "target_ms": ("adaptive",),
 }
-# Seconds after which a static batch starts although it is not full: the last one never would be.
+# Seconds after which a static batch starts even if it is not full. The last one may never be full.
 STATIC_TIMEOUT = 1.0
 
 

@@ -52,13 +52,14 @@ class BlockPool:
         self.hashes: list[bytes | None] = [None] * (num_blocks + 1)
         self.block_tokens: list[array[int] | None] = [None] * (num_blocks + 1)  # compared on a hit
         self.parent_hashes = [b""] * (num_blocks + 1)
-        self.tenants = [""] * (num_blocks + 1)  # who published it; "": no tenant
+        self.tenants = [""] * (num_blocks + 1)  # of the request that published it; "": no tenant
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.hash_index: dict[bytes, int] = {}
         self.quota = CacheQuota()
         self.evictions = 0
-        self.unpublished_blocks: list[FullBlock] = []  # since the caller cleared it
-        self.withheld: list[int] = []  # blocks that live settings keep out of use
+        # What unpublish() has removed since PrefixCache.demote() cleared the list.
+        self.unpublished_blocks: list[FullBlock] = []
+        self.withheld: list[int] = []  # blocks out of use, because live_settings.py set a limit
 
     @property
     def num_cached(self) -> int:

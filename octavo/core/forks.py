@@ -62,8 +62,8 @@ class SequenceGroups:
     def fork(self, seq: Sequence, index: int) -> Sequence:
         """Create a child with its parent's tokens, sharing its blocks.
 
-        If no slot is free, or the parent does not run, the child waits like any other sequence and
-        finds in the prefix cache what is there."""
+        If no slot is free, or the parent does not run, the child waits like any other sequence,
+        and its admission looks for its blocks in the prefix cache."""
         child = Sequence(
             id=next(self.ids),
             request=seq.request,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from octavo.types import Plan, StepResult
 
-# Bytes per second assumed until something is measured. An optimistic rate is corrected by the first
-# block loaded; a pessimistic one never would be, because nothing would be loaded.
+# Bytes per second, assumed until something is measured. A rate that is too high is corrected by the
+# first block loaded. A rate that is too low would never be: nothing would be loaded.
 HOST_RATE = 10e9
 DISK_RATE = 10e9
 SMOOTHING = 0.2  # weight of the newest measurement

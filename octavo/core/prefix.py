@@ -78,10 +78,10 @@ class PrefixCache:
         loads: list[tuple[int, int]] = []
         if self.tiers is not None:
             loads = self.tiers.extend_match(blocks, hashes, seq.tokens, self.pool, self.computing)
-        soon = len(blocks)
-        while soon < num_full and hashes[soon] in self.computing:
-            soon += 1
-        being_computed = (soon - len(blocks)) * self.block_size
+        end = len(blocks)
+        while end < num_full and hashes[end] in self.computing:
+            end += 1
+        being_computed = (end - len(blocks)) * self.block_size
         if 2 * being_computed > len(seq.tokens) - len(blocks) * self.block_size:
             return None
         return Match(blocks, loads)
@@ -147,7 +147,7 @@ class PrefixCache:
             self.computing.setdefault(content_hash, seq.id)
 
     def stop_computing(self, seq: Sequence) -> None:
-        """The sequence was preempted or has ended: nothing will be published by it."""
+        """Forget what a sequence computes: it was preempted or has ended before publishing it."""
         for content_hash in seq.block_hashes[seq.published_blocks :]:
             if self.computing.get(content_hash) == seq.id:
                 del self.computing[content_hash]
@@ -174,14 +174,14 @@ class PrefixCache:
         seq.published_blocks = num_full
 
     def invalidate(self, seq: Sequence) -> None:
-        """The KV of this sequence is bad: no sequence may reuse any of its blocks."""
+        """Remove all blocks of a sequence whose KV is wrong: no other sequence may reuse them."""
         for block in seq.block_table:
             self.pool.invalidate(block)
         if self.tiers is not None:
             self.tiers.invalidate(seq.block_hashes)
 
     def demote(self, plan: Plan) -> None:
-        """The plan is complete: what it evicts from the device moves to the lower tiers."""
+        """Move what the plan evicts from the device to the lower tiers. The plan is complete."""
         if self.tiers is not None:
             self.tiers.demote(self.pool, plan)
             plan.awaits_disk = bool(self.tiers.fetching or self.tiers.promoting)
@@ -193,13 +193,13 @@ class PrefixCache:
             self.tiers.finish_promotions(plan, self.pool, True, result.corrupt_host_blocks)
 
     def fail(self, plan: Plan) -> None:
-        """A step failed: none of its moves between tiers counts."""
+        """Undo the moves between tiers of a step that failed."""
         if self.tiers is not None:
             self.tiers.fail(plan)
             self.tiers.finish_promotions(plan, self.pool, loaded=False)
 
     def flush(self, plan: Plan) -> None:
-        """Store what only the device has, if there is a disk to save it to."""
+        """Store what only the device holds, if there is a disk to save it to."""
         if self.tiers is not None and self.tiers.has_disk:
             self.tiers.flush(self.pool, plan)
 

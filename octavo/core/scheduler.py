@@ -1,4 +1,4 @@
-"""The scheduler: decides what the next step computes, and folds its results back in.
+"""The scheduler decides what the next step computes, and applies its results to its own state.
 
 It knows sequences and blocks, no tensors. A live sequence is in one of three places:
 
@@ -53,10 +53,7 @@ from octavo.core.speculation import Speculation, StepDrafts, allowed_drafts, use
 from octavo.core.step_shape import StepShape, StepShaper, piggybacks
 from octavo.core.tables import blocks_to_admit, drop_block, grow_table, reserve, tokens_to_prefill
 from octavo.errors import GuideError, InvalidRequest, NotANumber
-from octavo.events import (
-    EventLog,
-    StepLanded,
-)
+from octavo.events import EventLog, StepLanded
 from octavo.types import (
     DiskWait,
     DraftCount,
@@ -209,7 +206,7 @@ class Scheduler:
                 self._finish(seq, "stop")
 
     def fail(self, plan: Plan, error: str) -> list[Output]:
-        """End every request in a step that failed. No other sequence has seen its results."""
+        """End every request in a step that failed. Other requests do not depend on its results."""
         request_ids = {seq.request.id: None for seq in self._undo(plan)}
         return [
             output
@@ -250,7 +247,7 @@ class Scheduler:
         return list(affected.values())
 
     def flush(self) -> Plan:
-        """Return a last step for an idle engine, which saves what only the device has to disk."""
+        """Return the last step of an idle engine: it saves to disk what only the device holds."""
         self.counters.plans += 1
         plan = Plan(self.counters.plans)
         self.prefix.flush(plan)
@@ -458,7 +455,8 @@ class Scheduler:
 
     def _plan_chunk(self, seq: Sequence, fill: StepFill) -> bool:
         """Plan the next chunk of a prompt that has started. False: it waits for blocks of sequences
-        that rank before it, and no prompt after it may take them."""
+        that rank before it, or for a step with room for the whole prompt if prompts are not
+        chunked. No prompt after it is planned in this step."""
         wanted = tokens_to_prefill(seq, seq.planned)
         if wanted <= 0:
             return True
@@ -527,10 +525,10 @@ class Scheduler:
     ) -> int:
         """Admit a waiting sequence if it is admissible and there is room. Returns the tokens used.
 
-        A sequence waits for another that computes most of its prompt, and for the disk if that has
-        much of its prompt; sequences behind it need not wait. `awaited` holds the first block hash
-        of sequences that wait for another: sequences with the same first block are not matched
-        again in this plan."""
+        A sequence waits for another sequence that computes most of its prompt. It also waits while
+        its next blocks are read from disk. Sequences behind it need not wait. `awaited` holds the
+        first block hash of each sequence that waits for another: sequences with the same first
+        block are not matched again in this plan."""
         if not self.shaper.may_admit(seq):
             self.reports.not_ready(seq)
             return 0
@@ -587,8 +585,8 @@ class Scheduler:
     # ---- commit ----------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, result: StepResult) -> list[Output]:
-        """Fold in the results of a step. Results of a sequence that was preempted or has ended
-        since are dropped."""
+        """Apply the results of a step. Results of a sequence that was preempted or has ended since
+        the step was planned are dropped."""
         self.prefix.commit(plan, result)
         outputs: list[Output] = []
         live = self.live
@@ -721,8 +719,8 @@ class Scheduler:
     # ---- preempt and finish ----------------------------------------------------------------------
 
     def _release(self, seq: Sequence) -> None:
-        """Free slot and blocks. Steps in flight may still write to them: the device runs steps in
-        order, so a new owner overwrites this before it reads."""
+        """Free the slot and the blocks. Steps in flight may still write to them. The device runs
+        steps in order, so a new owner overwrites what they wrote before it reads."""
         self._release_blocks(seq, 0)
         self.prefix.stop_computing(seq)
         self.queues.remove(seq)
@@ -732,7 +730,7 @@ class Scheduler:
         seq.planned = 0
 
     def _release_blocks(self, seq: Sequence, num_kept: int) -> None:
-        """Give up all blocks of a sequence but the first ones."""
+        """Release all blocks of a sequence but the first `num_kept`."""
         released = seq.block_table[num_kept:]
         released.reverse()  # prefixes outlive suffixes in the cache
         del seq.block_table[num_kept:]

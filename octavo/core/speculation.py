@@ -40,15 +40,17 @@ from octavo.core.drafters import HostDrafter, NgramDrafter, SuffixDrafter
 from octavo.events import Event, StepLanded
 from octavo.types import Guide, Plan, Sequence
 
-FIRST_ACCEPTANCE = 0.6  # assumed of a drafter before it is measured
-SEQUENCE_WEIGHT = 0.1  # of one draft in the running mean of its sequence
-GLOBAL_WEIGHT = 0.01  # of one draft in the running mean of all sequences
+FIRST_ACCEPTANCE = 0.6  # the acceptance that is assumed before it is measured
+SEQUENCE_WEIGHT = 0.1  # the weight of one draft in the running mean of its sequence
+GLOBAL_WEIGHT = 0.01  # the weight of one draft in the running mean of all sequences
 RETRY_WEIGHT = 0.01  # how fast a sequence without drafts returns to the mean of all
-MAX_FOLLOWED_PROMPT = 256  # tokens of a step with prompts that the drafter on the device follows
-MIN_FOLLOWED_REPLY = 32  # tokens that a sequence may generate if its prompt is followed
-MAX_UNUSED_STEPS = 8  # that are followed in a row without drafts of the device
-MIN_FOLLOW_GAIN = 1.2  # in speed that drafts must be expected to bring if steps are followed
-MIN_GAIN = 1.05  # in speed that drafts of the device must be expected to bring in one step
+# The drafter on the device follows a step with prompts only if it has at most this many prompt
+# tokens, and if each of its sequences may generate at least this many tokens.
+MAX_FOLLOWED_PROMPT = 256
+MIN_FOLLOWED_REPLY = 32
+MAX_UNUSED_STEPS = 8  # how many steps in a row are followed without drafts of the device
+MIN_FOLLOW_GAIN = 1.2  # steps are followed only if drafts should make decoding this much faster
+MIN_GAIN = 1.05  # the device drafts in a step only if this should make it this much faster
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ class DraftCounters:
     """Totals since the start."""
 
     accepted_at: list[int]  # accepted drafts, by their place among the drafts of a step
-    verifications: int = 0  # of at least one draft of one sequence
+    verifications: int = 0  # one for each sequence with drafts in each step
     drafted: int = 0  # drafts that were verified
     accepted: int = 0  # drafts that became tokens
 
@@ -70,19 +72,19 @@ class Speculation:
         self.costs = StepCosts()
         self.acceptance = FIRST_ACCEPTANCE
         self.lookup_acceptance = FIRST_ACCEPTANCE
-        self.unused_steps = 0  # followed in a row without drafts of the device
+        self.unused_steps = 0  # steps followed in a row without drafts of the device
         self.counters = DraftCounters([0] * config.num_tokens)
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Whether only the host drafts: it must then know all tokens of a sequence. A host that
-        drafts beside the device does so where it knows them."""
+        """True if only the host drafts: a sequence then waits until the host knows all its tokens.
+        If the device drafts too, the host drafts only for sequences whose tokens it knows."""
         return not self.drafts_on_device
 
     @contextmanager
     def fixed(self, num_drafts: int) -> Iterator[None]:
-        """Verify this many drafts of every sequence, as far as there is room, and count none of
-        them. For measurements."""
+        """Verify this many drafts of every sequence, or as many as there is room for, and count
+        none of them. Measurements use it."""
         kept = (self.max_drafts, self.adaptive, self.acceptance, self.counters)
         kept_drafter = self.drafter
         if self.drafts_on_device:
@@ -100,7 +102,7 @@ class Speculation:
         return StepDrafts(self, num_decoding, max_rows)
 
     def learn(self, event: Event) -> None:
-        """Listen to steps that have landed: what drafts cost decides how many are verified."""
+        """Learn from a landed step what drafts cost. This decides how many are verified."""
         assert isinstance(event, StepLanded)
         plan = event.plan
         if any(item.start is not None for item in plan.items) or not plan.items:
@@ -193,12 +195,12 @@ class StepDrafts:
         self.waits_for_tokens = speculation.waits_for_tokens
         self.rows = num_decoding  # tokens that the step computes
         self.max_rows = max_rows
-        self.expected_tokens = float(num_decoding)  # that the step gives
-        self.passes = NO_PASSES  # of the device's drafter
-        # expected_tokens with 0, 1, 2... drafts of the sequence that propose() was called for
+        self.expected_tokens = float(num_decoding)  # how many tokens the step should give
+        self.passes = NO_PASSES  # passes of the device's drafter
+        # expected_tokens with 0, 1, 2... drafts of the sequence of the last propose()
         self._expected_with: list[float] = []
         self._needs_passes = False  # The device makes these drafts.
-        # Without a measured step without drafts, nothing says what drafts cost.
+        # What drafts cost is known only after a step without drafts has been measured.
         self._must_measure = self._lacks_baseline(num_decoding)
 
     def _lacks_baseline(self, num_decoding: int) -> bool:
@@ -219,7 +221,7 @@ class StepDrafts:
             drafts = self._find_in_text(seq, most)
             if drafts or not speculation.drafts_on_device:
                 return drafts, len(drafts)
-        # The masks behind drafts are unknown where the drafts are.
+        # Drafts on the device are unknown to the host, so it cannot compute the masks after them.
         if not speculation.drafts_on_device or seq.guide is not None or not seq.followed:
             return None, 0
         self._needs_passes = True
@@ -291,8 +293,8 @@ class StepDrafts:
 class Passes(NamedTuple):
     """What the device's drafter does in a step."""
 
-    number: int  # of passes, one after another
-    num_sequences: int  # that it drafts for
+    number: int  # how many passes run one after another
+    num_sequences: int  # how many sequences it drafts for
 
 
 NO_PASSES = Passes(0, 0)

@@ -63,10 +63,10 @@ class StepTimes:
     # Background steps may always take this much longer than a step without much of a prompt:
     # shorter ones would cost the background more than the urgent prompt gains.
     BACKGROUND_SLACK = 1.1
-    DEFAULT_BACKGROUND_TOKENS = 128  # before an urgent prompt was measured
+    DEFAULT_BACKGROUND_TOKENS = 128  # used until an urgent prompt has been measured
 
     def __init__(self) -> None:
-        self.num_steps = 0  # with prompts
+        self.num_steps = 0  # steps with prompts
         self.samples = [deque[float](maxlen=self.SAMPLES) for _ in self.SIZES]
         self.medians = [0.0] * len(self.SIZES)
         self.expires_at = [0] * len(self.SIZES)  # step number; 0: never measured
@@ -142,10 +142,10 @@ class Piggyback:
         us per layer     121   126   137   160   195   218   330     579    Llama-8B on an H200,
                                                                             matrix products alone
 
-    Up to some 300 tokens, reading the weights dominates, and decoding pays for that anyway: a
-    further token costs 0.4 us, against 0.57 us in a step of prompts alone. So each step that
-    decodes takes a few prompt tokens along, as long as no request ends late: if the requests with
-    the longest replies start first, all can still end together.
+    Up to some 300 tokens, a step spends most of its time on reading the weights, which decoding
+    needs anyway: a further token costs 0.4 us, against 0.57 us in a step of prompts alone. So each
+    step that decodes also computes a few prompt tokens, as long as no request ends late: if the
+    requests with the longest replies start first, all can still end together.
     """
 
     def __init__(self, step_tokens: int, num_slots: int):

@@ -27,9 +27,7 @@ NO_IDS: frozenset[int] = frozenset()
 class StepShape(NamedTuple):
     token_budget: int
     short_prompt_share: float  # fraction of the remaining budget that short prompts may take first
-    admit_before: Rank = (
-        LAST_RANK  # waiting sequences with this rank or a later one are not admitted
-    )
+    admit_before: Rank = LAST_RANK  # waiting sequences of this or a later rank are not admitted
     # (sequence to be preempted before the step is filled, the prompt that it makes room for)
     victims: tuple[tuple[Sequence, Sequence], ...] = ()
     urgent: tuple[Sequence, ...] = ()  # prompts that other sequences pause for
@@ -83,7 +81,7 @@ class StepShaper:
         self.prompt_budget = choose_prompt_budget(schedule, self.step_times)
 
     def _learn(self, event: Event) -> None:
-        """Listen to steps that have landed, because their times decide the size of the next."""
+        """Learn from the times of steps that have landed: they decide the size of the next."""
         assert isinstance(event, StepLanded) and self.step_times is not None
         self.step_times.observe(event.plan, event.seconds)
 

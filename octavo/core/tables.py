@@ -1,4 +1,4 @@
-"""Growing a sequence's block table: which blocks its next positions take from the pool. No queues.
+"""Grows the block table of a sequence: its next positions take blocks from the pool.
 
 A position is written only to a block that no other sequence holds. There are three ways to get
 such a block:

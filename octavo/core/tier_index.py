@@ -1,4 +1,4 @@
-"""Index of the tiers below the device: which contents are in host memory, and which are on disk.
+"""The index of the tiers below the device: which contents are in host memory, and which on disk.
 
 It knows hashes and host blocks, no bytes; the runner moves the bytes (runner/tier_store.py). A host
 block is in exactly one state:
@@ -110,7 +110,7 @@ class TierIndex:
         self.events.subscribe(self._learn, StepLanded)
 
     def _learn(self, event: Event) -> None:
-        """Listen to steps that have landed: how long they took tells whether loading pays."""
+        """Learn from the times of steps that have landed whether loading pays."""
         assert isinstance(event, StepLanded)
         self.costs.observe_step(event.plan, event.result)
 
