@@ -1,4 +1,4 @@
-"""Compiles kernels before the first start, so that an image of a machine contains them.
+"""Compiles kernels before the first start, so that a machine image contains them.
 
 A CPU has one module of kernels for all models. The kernels of a GPU depend on the model, its format
 and the sizes of steps. Several processes compile them: each loads the model and runs its part of

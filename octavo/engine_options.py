@@ -204,7 +204,7 @@ class EngineOptions:
     tensor_parallel_size: Annotated[
         int,
         Option(
-            "Ranks that divide the model: processes with one GPU each, or on the same CPU.",
+            "Number of ranks (processes) that divide the model, each on a GPU or part of the CPU.",
             "Model",
             metavar="N",
             show_default=True,
@@ -370,7 +370,7 @@ class EngineOptions:
     kv_eviction: Annotated[
         str,
         Option(
-            "Eviction mode for sequences that reach --kv-budget: none, sinks or heavy.",
+            "How a sequence drops KV at --kv-budget: none, sinks or heavy.",
             "Memory",
             metavar="NAME",
             check=one_of(*KV_EVICTIONS),
@@ -389,7 +389,7 @@ class EngineOptions:
     kv_sinks: Annotated[
         int,
         Option(
-            "First KV blocks of a sequence that --kv-eviction never evicts.",
+            "Number of first KV blocks of a sequence that --kv-eviction never drops.",
             "Memory",
             metavar="N",
             show_default=True,

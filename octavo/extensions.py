@@ -1,4 +1,4 @@
-"""Finds code of the user's by name: package.module:Name, or the name of an entry point.
+"""Finds user code by name: package.module:Name, or the name of an entry point.
 
 An installed package declares entry points in its pyproject.toml, for example a policy that
 `--policy nightly` then means:

@@ -1,4 +1,4 @@
-"""What if: the requests of a recording, simulated under other settings.
+"""Simulates the requests of a recording under other settings, for the tab What if of the live page.
 
     python -m octavo.bench.what_if '{"policy": "shortest"}' < events.jsonl
 

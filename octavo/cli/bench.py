@@ -448,7 +448,7 @@ def attention(
         device == "cuda" and not torch.cuda.is_available()
     ):
         raise InvalidRequest(
-            f"device {device!r} is not here: use auto, cpu or, where there is a GPU, cuda", "device"
+            f"this machine has no device {device!r}: use auto, cpu or, with a GPU, cuda", "device"
         )
     where = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

@@ -54,7 +54,7 @@ def eviction(
     policies: Annotated[
         str,
         option(
-            "Eviction modes to compare, separated by commas; the first is the baseline.",
+            "Values of --kv-eviction to compare, separated by commas; the first is the baseline.",
             None,
             "NAME,...",
             show_default=True,

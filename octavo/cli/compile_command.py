@@ -1,4 +1,4 @@
-"""`octavo compile`: compiles kernels before the first start, for an image of a machine."""
+"""`octavo compile`: compiles kernels before the first start, for a machine image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`octavo route`: starts an installed router, vLLM's or SGLang's, before several servers.
+"""`octavo route`: starts an installed router, vLLM's or SGLang's, in front of servers.
 
 Octavo has no router of its own. This command finds the program of a router's wheel, gives it
 settings that suit Octavo's servers, and becomes that program. docs/routing.md compares the routers.
@@ -119,7 +119,7 @@ def route(
     *,
     options: RouteOptions,
 ) -> None:
-    """Start a router before several servers: [bold]octavo route --worker URL --worker URL[/bold]"""
+    """Start a router in front of servers: [bold]octavo route --worker URL --worker URL[/bold]"""
     workers = worker_urls("--worker", options.workers)
     router, program = find_router(options.router)
     print(f"{router}: http://{options.host}:{options.port}/v1 for {', '.join(workers)}", flush=True)

@@ -43,7 +43,9 @@ def train_draft(
         float | None, option("Finish within this time, with fewer texts and epochs.", None, "X")
     ] = None,
     seed: Annotated[int, option("Seed of texts and weights.", None, "N", show_default=True)] = 0,
-    device: Annotated[str, option("auto, cpu or cuda.", None, "NAME", show_default=True)] = "auto",
+    device: Annotated[
+        str, option("Device to train on: auto, cpu or cuda.", None, "NAME", show_default=True)
+    ] = "auto",
 ) -> None:
     """Train a draft head for a model, on texts that the model writes itself."""
     from octavo.cli.options import load_llm

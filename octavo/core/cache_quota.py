@@ -1,4 +1,4 @@
-"""Per-tenant quota of cached blocks, so that one tenant's flood does not empty the others' cache.
+"""Per-tenant quota of cached blocks, so that one tenant cannot empty the cache of the others.
 
 It knows tenants and blocks, not contents. The pool evicts the oldest cached block of all, unless
 its tenant holds no more than an equal share of the cached blocks. In that case the oldest block of

@@ -1,4 +1,4 @@
-"""The event stream: what happens in an engine as lines of JSON, for the live page and recordings.
+"""The event stream: the events of an engine as lines of JSON, for the live page and recordings.
 
 Each line is an array:
 

@@ -1,5 +1,5 @@
-"""What the positions of a prompt report, chunk by chunk: logprobs, and hidden states if the request
-asks for them (Request.pooling)."""
+"""Collects the results of the positions of a prompt, chunk by chunk: logprobs, and hidden states if
+the request asks for them (Request.pooling)."""
 
 from __future__ import annotations
 

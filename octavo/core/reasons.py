@@ -1,4 +1,4 @@
-"""Why the scheduler did something, in the words that people read: the live page, events, errors."""
+"""The sentences that explain what the scheduler decides, on the live page, in events and errors."""
 
 from __future__ import annotations
 

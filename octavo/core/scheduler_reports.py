@@ -1,4 +1,4 @@
-"""What the scheduler has decided and why, as events.
+"""Reports as events what the scheduler has decided, and why.
 
     Admitted      and why no more of the prompt was cached
     NotAdmitted   for each sequence that a plan tried and left waiting, and the first it did not try

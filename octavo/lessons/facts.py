@@ -1,4 +1,4 @@
-"""What can be read off the recording of a lesson. Times are in milliseconds."""
+"""Reads the facts of a lesson from its recording. Times are in milliseconds."""
 
 from __future__ import annotations
 

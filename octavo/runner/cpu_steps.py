@@ -1,4 +1,4 @@
-"""Decode steps of a CPU as one job each: what CUDA graphs are for a GPU (octavo/runner/graphs.py).
+"""Runs each decode step on a CPU as one job, as CUDA graphs do on a GPU (octavo/runner/graphs.py).
 
 A step may verify drafts: several rows then belong to one sequence. A drafter on the device drafts
 before the step and follows it afterwards.

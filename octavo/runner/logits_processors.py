@@ -1,4 +1,4 @@
-"""Code of the user's that changes logits before a token is chosen. The classes are those of vLLM.
+"""User code that changes logits before a token is chosen. The classes are those of vLLM.
 
     LogitsProcessor          changes the logits of all sequences of a step; LLM(logits_processors=)
     AdapterLogitsProcessor   makes a LogitsProcessor of functions for single sequences

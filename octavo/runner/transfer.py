@@ -1,4 +1,4 @@
-"""How host values reach the device and results come back, without waiting in between.
+"""Copies host values to the device and results back, without waiting in between.
 
 There is one copy each way per step. Pinned buffers come fresh from torch's caching host allocator,
 which reuses a buffer only after the copy that reads it has run: the host can never overwrite what

@@ -127,7 +127,7 @@ class ServeConfig:
     served_model_name: Annotated[
         tuple[str, ...],
         Option(
-            "Name of the model for clients. May be repeated: replies have the first name.",
+            "Name of the model for clients. May be given several times: replies have the first.",
             metavar="NAME",
             check=texts,
         ),
@@ -154,7 +154,7 @@ class ServeConfig:
         bool, Option("Write tokens in logprobs as token_id:N unless a request says otherwise.")
     ] = False
     enable_force_include_usage: Annotated[
-        bool, Option("Send the usage at the end of every stream, also if not asked to.")
+        bool, Option("Send the usage at the end of every stream, even if not requested.")
     ] = False
     tool_parser: Annotated[
         str,
@@ -227,8 +227,8 @@ class ServeConfig:
     api_keys: Annotated[
         tuple[str, ...],
         Option(
-            "API key that clients may send. May be repeated. Other users of this machine can see "
-            "the key; a file of --api-keys hides it.",
+            "API key that clients may send. May be given several times. Other users of this "
+            "machine can see it; with a file of --api-keys they cannot.",
             "Safety",
             metavar="KEY",
             flag="--api-key",

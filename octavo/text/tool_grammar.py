@@ -1,4 +1,4 @@
-"""Makes the grammar of a reply that must call tools, or that must call strict tools properly.
+"""Makes the grammar of a reply that must call tools, or whose calls of strict tools must be valid.
 
 Grammars are in llguidance's dialect of Lark. They follow the patterns of octavo.text.tool_formats.
 """

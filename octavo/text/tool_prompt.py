@@ -1,4 +1,4 @@
-"""What a model is told of tools, in words, where its chat template does not show them.
+"""Describes tools to a model in words, if its chat template does not show them.
 
 Knows text alone: messages in, messages out. Calls are written in the hermes form.
 """

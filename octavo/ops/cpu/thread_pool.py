@@ -112,7 +112,7 @@ def kernels() -> ModuleType | None:
     """
     isa = instruction_set()
     if isinstance(isa, str):
-        log.warning("CPU kernels are off (%s): plain PyTorch computes, several times slower", isa)
+        log.warning("CPU kernels are off (%s): plain PyTorch is used, several times slower", isa)
         return None
     import numba
 

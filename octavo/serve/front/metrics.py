@@ -2,8 +2,8 @@
 
 The names and labels are those of vLLM, with the prefix `octavo` or, by --metrics-prefix, `vllm`.
 With `vllm`, metrics that vLLM has renamed also have their old names, which some routers read.
-Three more are those of the classic inference server. Times are measured with the monotonic clock
-from the arrival of a request, before it is tokenised.
+Three more, such as inference_requests_total, have no prefix. Times are measured with the monotonic
+clock from the arrival of a request, before it is tokenised.
 
 The counters of the engine start at zero with each engine process, which Prometheus handles. No
 label contains text from a client, so the number of label values is bounded.
@@ -573,7 +573,7 @@ class Metrics:
         )
 
     def _add_classic_metrics(self) -> None:
-        """Add the three metrics of the classic inference server. They have no prefix."""
+        """Add three metrics that have no prefix."""
         self.classic_requests = self._counter("inference_requests", "Requests finished.", {})
         self.classic_tokens = self._counter("inference_tokens_generated", "Tokens generated.", {})
         self.classic_latency = Tally(

@@ -1,4 +1,4 @@
-"""A quantised matrix times many rows on a Hopper GPU, with dequantisation behind the tensor cores.
+"""A quantised matrix times many rows on a Hopper GPU, dequantised while the tensor cores work.
 
 This is the algorithm of quant_gemm.py in Gluon, Triton's language with explicit waits and layouts.
 Triton decides itself when to wait for the tensor cores. With weights in registers that is wrong
