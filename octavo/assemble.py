@@ -107,11 +107,11 @@ class ModelFacts:
     config: ModelConfig
     parameters: int
     weights: int  # bytes
-    dtype: str  # of activations
-    kv_dtype: str  # of the KV cache with kv_cache_dtype "auto"
+    dtype: str  # type of activations
+    kv_dtype: str  # type of the KV cache with kv_cache_dtype "auto"
     kv_dtypes: tuple[str, ...]  # those that the device's kernels read
     moves_keys: bool  # a cached key can be moved to another position
-    draft: DraftFacts | None = None  # of a model that drafts for it
+    draft: DraftFacts | None = None  # facts about a model that drafts for it
 
     @classmethod
     def of(cls, model: CausalLM, drafter: CausalLM | None = None) -> ModelFacts:
@@ -138,7 +138,7 @@ class DeviceFacts:
     """What `resolve` needs to know of a device. Sizes are in bytes."""
 
     kind: str  # "cuda" or "cpu"
-    free: int  # after the weights are loaded
+    free: int  # free bytes after the weights are loaded
     total: int
     host_free: int  # host memory; on a CPU the same as `free`
     graphs: bool = False  # steps can be captured as CUDA graphs
@@ -167,7 +167,7 @@ class Requirements:
     block_size: int
     kv_dtype: str
     kv_per_token: int
-    draft_kv_per_token: int  # of a drafter with a KV cache of its own
+    draft_kv_per_token: int  # bytes for a drafter with its own KV cache
     weights: int
     activations: int
     staging: int  # device memory for copies between the device and the host

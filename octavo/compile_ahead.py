@@ -22,7 +22,7 @@ from octavo.errors import OctavoError
 
 MAX_PROCESSES = 8
 PROCESS_BYTES = 4 * 2**30  # GPU memory of a process beside the weights: KV, activations, libraries
-GPU_SHARE = 0.85  # of the free GPU memory, for all processes together
+GPU_SHARE = 0.85  # fraction of the free GPU memory that all processes may use
 
 
 class Compiled(NamedTuple):

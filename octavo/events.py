@@ -68,7 +68,7 @@ class Admitted(NamedTuple):
 
     seq: Sequence
     num_tokens: int  # known tokens
-    cached_tokens: int  # of these, found in the prefix cache
+    cached_tokens: int  # how many of them were found in the prefix cache
     match_end: str  # why no more of them were found
     missing_hash: bytes  # content of the first block that was not found; empty: there is none
     number: int = 0
@@ -119,7 +119,7 @@ class StepLanded(NamedTuple):
 
     plan: Plan
     result: StepResult
-    seconds: float  # since its plan began, or since the step before it landed
+    seconds: float  # time since its plan began, or since the step before it landed
     number: int = 0
     step: int = 0
 
@@ -237,7 +237,7 @@ class BlockPublished(NamedTuple):
 
     block: int
     content_hash: bytes
-    parent_hash: bytes  # of the block before it; empty for the first block of a prompt
+    parent_hash: bytes  # hash of the block before it; empty for the first block of a prompt
     tokens: array[int]
     number: int = 0
     step: int = 0
@@ -375,7 +375,7 @@ class EventLog:
     def __init__(self) -> None:
         self.listeners: dict[type[Event], list[Listener]] = {}  # by kind; no empty lists
         self.step = 0  # the scheduler's latest plan
-        self.number = 0  # of the last event
+        self.number = 0  # number of the last event
 
     def subscribe(self, listener: Listener, *kinds: type[Event]) -> None:
         """Call `listener` with every event of these kinds."""

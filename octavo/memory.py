@@ -41,7 +41,7 @@ class MemoryPlan:
     num_blocks: int
     host_blocks: int = 0
     disk: int = 0  # bytes of the disk tier
-    draft_kv_per_token: int = 0  # of a drafter with a KV cache of its own; it has no tiers
+    draft_kv_per_token: int = 0  # bytes for a drafter with its own KV cache; it has no tiers
 
     @property
     def block_bytes(self) -> int:

@@ -37,7 +37,7 @@ class BeamSearchSequence:
     """One result of a beam search; the tokens include the prompt."""
 
     tokens: list[int]
-    logprobs: list[dict[int, Logprob]]  # of the generated tokens
+    logprobs: list[dict[int, Logprob]]  # logprobs of the generated tokens
     cum_logprob: float = 0.0  # sum of the log-probabilities
     text: str | None = None
     finish_reason: str | None = None  # "stop" | "length" | "error"

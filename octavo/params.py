@@ -348,7 +348,7 @@ class SamplingParams:
     use_beam_search: bool = False
     # beam search ranks texts by the sum of their logprobs / length ** length_penalty
     length_penalty: float = 1.0
-    early_stopping: bool | str = False  # of beam search, as in transformers: True, False or "never"
+    early_stopping: bool | str = False  # beam search: True, False or "never", as in transformers
     # Functions (output tokens, logits) -> logits, which LLM calls before each token. They may take
     # the prompt's tokens as a first argument.
     logits_processors: list[Any] | None = None

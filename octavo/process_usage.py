@@ -17,7 +17,7 @@ class ProcessUsage:
     """Totals since the start of a process, and its memory now."""
 
     pid: int
-    cpu_seconds: float  # of all threads, in user mode and in the kernel
+    cpu_seconds: float  # sum over all threads, in user mode and in the kernel
     system_seconds: float  # the part of it in the kernel
     rss_bytes: int  # resident memory
     peak_rss_bytes: int

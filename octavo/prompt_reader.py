@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 Message: TypeAlias = dict[str, Any]
 # text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
-PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "parse_special"}  # of a dictionary
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "parse_special"}  # keys of a dictionary
 
 
 class ReadPrompt(NamedTuple):

@@ -117,7 +117,7 @@ class Sequence:
     stop_ids: frozenset[int]  # committing one of these tokens ends the sequence
     status: Status = Status.WAITING
     rank: Rank = (0.0, 0, 0, 0, 0)
-    guide: Guide | None = None  # at the last committed token
+    guide: Guide | None = None  # It stands at the last committed token.
     repetition: RepetitionDetectionParams | None = None  # ends a text that repeats itself
     beam: Beam | None = None
     # Children to fork when all but one prompt token are computed (docs/sequences.md).
@@ -134,7 +134,7 @@ class Sequence:
     epoch: int = 0  # raised by preempt, finish and abort; results of older epochs are dropped
 
     # Speculative decoding (octavo/core/speculation.py).
-    drafts_in_flight: int = 0  # of the planned positions, those that may turn out to be wrong
+    drafts_in_flight: int = 0  # how many planned positions may turn out to be wrong
     draft_acceptance: float = 0.0  # running mean: the fraction of its drafts that were accepted
     lookup_acceptance: float = 0.0  # the same for drafts of the host, if the device drafts too
     followed: bool = True  # The drafter on the device has followed all of its steps.
@@ -368,7 +368,7 @@ class Output:
 
     request_id: str
     index: int
-    tokens: list[int]  # since the previous output
+    tokens: list[int]  # new tokens since the previous output
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop token id or string that ended it
@@ -376,5 +376,5 @@ class Output:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # set in the first output only
     error: str | None = None
     code: str | None = None  # stable error code, set if the request itself caused the error
-    drafts: DraftCount | None = None  # of the sequence so far; None without speculative decoding
+    drafts: DraftCount | None = None  # count so far; None without speculative decoding
     pooled: bytes | None = None  # float32 values; set in the output of a request with `pooling`

@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
     text: str
     generated_tokens: int
-    cached_tokens: int  # of the prompt
+    cached_tokens: int  # cached tokens of the prompt
     finish_reason: str | None
 
 

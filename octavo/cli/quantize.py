@@ -19,7 +19,7 @@ from octavo.model_files import find_model_files
 if TYPE_CHECKING:
     from octavo.model.checkpoint import Checkpoint
 
-PASSAGES = 4  # of the text whose perplexity is measured
+PASSAGES = 4  # passages of the text whose perplexity is measured
 PASSAGE_TOKENS = 512
 COSTLY = 1.02  # A format that raises the perplexity by more gets a remark.
 

@@ -63,7 +63,7 @@ class RemoteBackend:
         self._api_key = api_key
         self._seed = seed
         self._replies = 0
-        self._socket: socket.socket | None = None  # of the current reply
+        self._socket: socket.socket | None = None  # connection of the current reply
         self._stopped = False
         self._check_ready()
         model_cards = self._request_json("GET", "/v1/models")["data"]

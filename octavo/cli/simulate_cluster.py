@@ -38,7 +38,7 @@ COLUMNS = (
 )
 PERCENT = ("cache_hits", "goodput")
 GIGABIT = 1e9 / 8  # bytes
-EMBEDDED_KV_BYTES = 23_040  # of one token: 30 layers, 3 heads of 64 keys and values in bfloat16
+EMBEDDED_KV_BYTES = 23_040  # per token: 30 layers, 3 heads of 64 keys and values in bfloat16
 
 
 @command

@@ -26,7 +26,7 @@ class Hypothesis(NamedTuple):
 
     score: float  # sum of its logprobs / length ** length_penalty; orders the results
     output: list[TokenLogprobs]
-    stopped: bool  # by a stop token, otherwise by its length
+    stopped: bool  # True: by a stop token; False: by its length
 
 
 class Continuation(NamedTuple):

@@ -37,7 +37,7 @@ class FullBlock(NamedTuple):
     """A full device block and its content."""
 
     block: int
-    hash: bytes  # of the tokens and of all tokens before them
+    hash: bytes  # hash of the tokens and of all tokens before them
     tokens: array[int]
     parent: bytes  # hash of the block before it; b"": no block precedes it
 
@@ -52,7 +52,7 @@ class BlockPool:
         self.hashes: list[bytes | None] = [None] * (num_blocks + 1)
         self.block_tokens: list[array[int] | None] = [None] * (num_blocks + 1)  # compared on a hit
         self.parent_hashes = [b""] * (num_blocks + 1)
-        self.tenants = [""] * (num_blocks + 1)  # of the request that published it; "": no tenant
+        self.tenants = [""] * (num_blocks + 1)  # the publisher's tenant; "": no tenant
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.hash_index: dict[bytes, int] = {}
         self.quota = CacheQuota()

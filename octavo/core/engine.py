@@ -59,7 +59,7 @@ class Engine:
         self.host_time = HostTime()
         self.events = scheduler.events
         self._last_landing = 0.0
-        self._late_outputs: list[Output] = []  # of a step that was interrupted
+        self._late_outputs: list[Output] = []  # outputs of a step that was interrupted
         # The last interrupt after which the scheduler's state is known to be consistent.
         self.handled_interrupt: BaseException | None = None
 

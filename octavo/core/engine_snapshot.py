@@ -17,7 +17,7 @@ from octavo.core.stream_numbers import StreamNumbers
 from octavo.core.tier_index import TierIndex
 from octavo.types import Plan, Sequence
 
-FORMAT = 1  # of the stream; raised when a reader must be changed
+FORMAT = 1  # version of the stream; raised when a reader must be changed
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from octavo.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
-MAX_BYTES = 256 * 2**20  # of one of the two files; one million events take about 60 MiB
+MAX_BYTES = 256 * 2**20  # limit of each of the two files; a million events take about 60 MiB
 
 
 class EventRecorder:

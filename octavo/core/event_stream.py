@@ -155,8 +155,8 @@ class EventStream:
         self.decode: list[int] | None = None  # the sequences that decode in the latest plan
         self.left_waiting: set[int] = set()  # Sequence.id that NotAdmitted names before a plan
         self.records: list[tuple[Any, ...]] = []  # the lines to come, not yet encoded
-        self.number = 0  # of the last event that became a line
-        self.bytes_left = 0  # until the next snapshot
+        self.number = 0  # number of the last event that became a line
+        self.bytes_left = 0  # bytes until the next snapshot
         self.flushed_at = 0.0  # on the scheduler's clock
         self.handlers: dict[type[Event], Callable[..., None]] = {
             Arrived: self._on_arrival,

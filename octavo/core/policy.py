@@ -144,7 +144,7 @@ class Fair(Policy):
         self.served: dict[str, int] = {}
         self.live: dict[str, int] = {}  # tenant -> number of live sequences
         self.fair_counter = 0.0
-        self._finished_tokens = 0  # of all tenants
+        self._finished_tokens = 0  # sum over all tenants
         self._given_before = 0  # tokens given to all tenants up to the last ranking
         self._turns: dict[int, int] = {}  # Sequence.id -> its tenant's counter before its turn
 
@@ -164,7 +164,7 @@ class Fair(Policy):
             del self.live[tenant]
 
     def _tokens_given(self, seq: Sequence, positions: int) -> int:
-        # Completions of a request share its prompt, and beams share more: count that once.
+        # Completions of a request share its prompt, and beams share more: shared tokens count once.
         return max(positions + seq.dropped_tokens - seq.inherited_tokens, 0)
 
     def before_ranking(

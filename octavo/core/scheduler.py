@@ -124,7 +124,7 @@ class Scheduler:
             self.speculation = Speculation(schedule.speculative)
             self.events.subscribe(self.speculation.learn, StepLanded)
         self.arrivals = 0
-        self.token_budget = schedule.max_num_batched_tokens  # of the latest plan
+        self.token_budget = schedule.max_num_batched_tokens  # budget of the latest plan
         # Waiting sequences lack slots, blocks or a batch, not just the next step.
         self.saturated = False
         self.counters = Counters()

@@ -157,7 +157,7 @@ class SequenceSpans:
             followed = self.followed.get(item.seq_id)
             if followed is None or item.epoch != followed.seq.epoch:
                 continue
-            followed.end_wait(planned_at)  # of a fork, which is not admitted by itself
+            followed.end_wait(planned_at)  # a fork is not admitted by itself
             if item.start is None:
                 span = followed.add_step("decode", plan.step, planned_at, landed_at)
                 span.tokens += len(sampled)

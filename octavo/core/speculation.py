@@ -346,7 +346,7 @@ class CostTable:
     first step of a size would make it look expensive for ever, because it would never be used
     again."""
 
-    MIN_WEIGHT = 0.1  # of a new measurement in a running mean
+    MIN_WEIGHT = 0.1  # least weight of a new measurement in a running mean
     MAX_GROWTH = 2.0  # A longer time than this multiple of the mean counts as this multiple.
     FORGETTING = 0.002
 

@@ -37,7 +37,7 @@ class StepSpans:
         self.in_flight: dict[int, dict[str, Any]] = {}
         self.launching: dict[str, Any] | None = None  # the step whose launch is not known yet
         self.landed_at: float | None = None  # when the last step landed; None: none has
-        self.commit: tuple[float, float] | None = None  # of the step that landed last
+        self.commit: tuple[float, float] | None = None  # commit times of the step that landed last
         events.subscribe(self.on_event, StepPlanned, StepLanded, StepFailed)
 
     def on_event(self, event: Event) -> None:

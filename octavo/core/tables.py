@@ -113,5 +113,5 @@ def drop_block(pool: BlockPool, cache: CacheConfig, seq: Sequence, plan: Plan) -
     drop_block_tokens(seq, dropped, pool.block_size)
     seq.planned -= pool.block_size
     seq.computed = seq.planned
-    seq.published_blocks = NEVER_PUBLISH  # until it is recomputed from the tokens it kept
+    seq.published_blocks = NEVER_PUBLISH  # a preemption ends this: KV is then recomputed
     return True

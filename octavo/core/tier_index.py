@@ -72,7 +72,7 @@ class Promotion(NamedTuple):
 
     full_block: FullBlock
     host_block: int
-    tenant: str  # of the request that asked for it
+    tenant: str  # tenant of the request that asked for it
 
 
 class TierIndex:

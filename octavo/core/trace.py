@@ -67,7 +67,7 @@ class TraceEntry:
     submitted: float = 0.0  # on the clock of `arrival`; 0: unknown
     queued: float = 0.0
     first_token: float = 0.0
-    index: int = 0  # of the completion, among those of its request
+    index: int = 0  # index of the completion in its request
     end: str = ""  # why it ended
     spans: list[tuple[str, float, float, int, int, int]] = field(default_factory=list)
 

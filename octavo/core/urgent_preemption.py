@@ -1,8 +1,8 @@
 """Preemption for urgent requests, under preemptive policies: which prompts the next step computes,
 which running sequences pause for them, and which are preempted.
 
-It knows ranks, batch slots and blocks; the rules are the policy's. With respect to an urgent prompt
-in the step, a running sequence is
+It knows ranks, batch slots and blocks; the policy has the rules. While an urgent prompt is
+computed, a running sequence is one of these:
 
     paused       it keeps slot and blocks and continues in the step after
     equal        if it decodes, it skips one step, never two in a row
@@ -37,15 +37,14 @@ class UrgentStep:
     free_blocks: int
     decoding: list[Sequence]  # sequences that decode in this step
     token_budget: int | None = None  # None: no prompt has been considered
-    prompt_tokens: int = 0  # of the prompts considered so far
+    prompt_tokens: int = 0  # tokens of the prompts considered so far
     # Rank of the first sequence that is preempted or may not start. Later ranks may not start.
     admit_before: Rank = LAST_RANK
     prompts: list[Sequence] = field(default_factory=list)  # computed in this step
     urgent: list[Sequence] = field(default_factory=list)  # prompts that other sequences pause for
     victims: list[Sequence] = field(default_factory=list)
-    beneficiaries: list[Sequence] = field(
-        default_factory=list
-    )  # the prompt each one makes room for
+    # For each victim, the prompt that it makes room for.
+    beneficiaries: list[Sequence] = field(default_factory=list)
     released: Counter[int] = field(default_factory=Counter)  # block -> references of the victims
 
 
@@ -76,7 +75,7 @@ class UrgentPreemption:
         self.may_admit = may_admit
         self.last_urgent: Sequence | None = None  # the latest prompt that others paused for
         self.equals_skipped = False  # decoding equals of an urgent prompt skipped the last step
-        # Sequences paused in the last step, and no prompt advanced.
+        # True if sequences paused in the last step, and no prompt advanced.
         self.paused_without_progress = False
 
     # ---- before a step ---------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from octavo.ops.weight import QuantWeight, WeightFormat
 
 BLOCK = 128  # outputs and inputs of a block
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale")
-FORMATS = ("float-quantized", "naive-quantized")  # of compressed-tensors
+FORMATS = ("float-quantized", "naive-quantized")  # formats of compressed-tensors
 
 
 class Fp8Scheme(NamedTuple):

@@ -106,7 +106,7 @@ class Ops(Protocol):
     """
 
     name: str
-    variant: str  # which operators are those of another backend; "" if none are
+    variant: str  # names the operators of another backend; "" if there are none
     capturable: bool  # whether steps can be captured as CUDA graphs
     # The ranks that hold the parts of a divided model (octavo/model/tensor_parallel.py).
     ranks: Collectives

@@ -88,7 +88,7 @@ class Disk:
         self._file_numbers = itertools.count()
         self._check_directory()
         self.used_bytes = 0
-        self.known_hashes = self.sweep()  # at the start
+        self.known_hashes = self.sweep()  # records found at the start
 
     def _check_directory(self) -> None:
         try:
@@ -231,7 +231,7 @@ class Record:
         self.disk = disk
         self.hash = content_hash
         self.tokens = tokens
-        self.kv_checksum = 0  # of the header, once that is read
+        self.kv_checksum = 0  # from the header, once it has been read
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
             self.file = os.open(disk.path(content_hash), flags)

@@ -29,9 +29,9 @@ class GraphShape(NamedTuple):
     """All that varies between graphs."""
 
     decoding: int  # items of one token each, which come first
-    tokens: int  # of all items; equal to `decoding` if the step only decodes
+    tokens: int  # total over all items; equal to `decoding` if the step only decodes
     verifies: bool = False  # rows of the same sequence may follow each other: drafts
-    num_passes: int = 0  # of the drafter on the device, before the drafts are verified
+    num_passes: int = 0  # passes of the drafter on the device, before verification
     follows: bool = False  # the drafter on the device follows the step (octavo/core/speculation.py)
 
     @property

@@ -58,7 +58,7 @@ class StepGraph:
 
     graph: torch.cuda.CUDAGraph
     inputs: Tensor  # what the host sends (int32)
-    result: ForwardResult  # of all items of the graph
+    result: ForwardResult  # the result for all items of the graph
     # What `inputs` hold: small decode steps mostly send what the step before has sent.
     sent: list[int] = field(default_factory=list)
 

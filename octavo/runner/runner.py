@@ -58,7 +58,7 @@ class PromptLogprobs(NamedTuple):
 
     item: int
     num_top: int
-    results: Download  # of logprobs_of(), and the tokens last
+    results: Download  # what logprobs_of() returns, and the tokens last
 
 
 class SampledLogprobs(NamedTuple):
@@ -77,10 +77,10 @@ class StepHandle:
     # One token per item, one per sampled item, or, if there are drafts, one per token computed.
     # None: no item is sampled.
     tokens: Download | None = None
-    kept: Download | None = None  # which rows of a step with drafts are kept; None: no drafts
+    kept: Download | None = None  # rows of a step with drafts that are kept; None: no drafts
     logprobs: SampledLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    attention_mass: Download | None = None  # of the items that want it, in order
+    attention_mass: Download | None = None  # one entry per item that wants it, in order
     pooled: dict[int, Download] = field(default_factory=dict)  # item index -> hidden states
     finish: Callable[[StepResult], None] | None = None  # adds what does not belong to items
 
@@ -141,7 +141,7 @@ def drop_rejected(result: StepResult, kept: list[bool]) -> None:
 class StagedStep(NamedTuple):
     """The host's part of a step: parts of the upload, and indices of items."""
 
-    shape: GraphShape | None  # of the CUDA graph to replay; None: run the kernels one by one
+    shape: GraphShape | None  # the CUDA graph to replay; None: run the kernels one by one
     item_of_row: list[int]  # the sampled items: each has one row of logits
     watched: list[int]  # items whose attention is measured
     pooled: list[int]  # items whose hidden states are reported
@@ -152,7 +152,7 @@ class StagedStep(NamedTuple):
     layout: slice
     row_items: slice  # the numbers of item_of_row
     watched_indices: slice
-    draft_slots: list[slice]  # for each pass of the drafter: the slots that it drafts for
+    draft_slots: list[slice]  # one per pass of the drafter: the slots that it drafts for
 
 
 class Runner:

@@ -132,13 +132,13 @@ class TierStore:
         self.checksums: Checksums | None = None
         if verify_on_load and self.block_bytes % PAGE_BYTES == 0:
             self.checksums = Checksums(self.kv)
-        self._verification: Verification | None = None  # of the last load
+        self._verification: Verification | None = None  # verification of the last load
         self._events: deque[TimedEvent] = deque()
         self._event_arrived = threading.Event()
         self._pending: dict[int, PendingFetch] = {}  # fetches without a disk event, by id
         self._last_progress = 0.0  # when the disk last finished a fetch, or got the first one
-        self.read_seconds = 0.0  # of all fetches, summed over readers
-        self.fetch_ids = itertools.count(1)  # for every scheduler that uses this store
+        self.read_seconds = 0.0  # total time of all fetches, summed over readers
+        self.fetch_ids = itertools.count(1)  # shared by all schedulers that use this store
         # A part of a record to read, from this byte on; or a record to remove; or None: end.
         self._read_jobs: queue.SimpleQueue[tuple[RecordRead, int] | bytes | None]
         self._read_jobs = queue.SimpleQueue()

@@ -26,8 +26,8 @@ class BatchProgress:
 
     total: int = 0
     done: int = 0  # including those of an earlier run
-    failed: int = 0  # of this run
-    earlier: int = 0  # of an earlier run
+    failed: int = 0  # failed requests of this run
+    earlier: int = 0  # replies of an earlier run
     invalid: int = 0  # lines of this run that are no requests
 
 

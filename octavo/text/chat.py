@@ -28,7 +28,7 @@ from octavo.text.sandbox import (
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import mentions_tools, spell_out
 
-MAX_SECONDS = 2.0  # for one rendering; checked between pieces of output
+MAX_SECONDS = 2.0  # limit of one rendering; checked between pieces of output
 MAX_MESSAGE = 500  # characters of a template's own error message
 # Variables that a request or the server sets itself; options may not replace them.
 RESERVED = frozenset(

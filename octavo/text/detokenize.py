@@ -312,7 +312,7 @@ class TextStream:
         self._searching = bool(params.stop) or is_finished is not None
         self._min_tokens = params.min_tokens
         self._text_parts: list[str] = []
-        self.ended = False  # by a stop string or by `is_finished`
+        self.ended = False  # True after a stop string, or if `is_finished` has ended the text
         self.tokens_used = 0  # ids up to and including the one that ended the text
 
     @property

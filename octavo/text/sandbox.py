@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_CHARS = 4_000_000  # limits a rendered prompt and every intermediate value
 # Limits all range() loops of a template together, including those without output.
 MAX_ITERATIONS = 1_000_000
-MAX_WIDTH = 9_999  # of a formatted value, in characters
+MAX_WIDTH = 9_999  # longest formatted value, in characters
 _WIDE = re.compile(r"\d{5}|\{")  # in the part of a format string after the colon
 _WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)")
 

@@ -191,7 +191,7 @@ class ToolParser:
     def _begin(self, held: str = "") -> None:
         self._held = [held]  # the text that is content if this is not a call
         self._begun = False  # the name is known
-        self._tagged = bool(held)  # with an opening tag, any name makes a call
+        self._tagged = bool(held)  # after an opening tag, any name makes a call
         self._has_arguments = False
 
     def _give_up(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.text.tool_formats import HERMES
 
-RESULT_ROLES = ("tool", "function")  # of messages that hold the result of a call
+RESULT_ROLES = ("tool", "function")  # roles of messages with the result of a call
 _INTRODUCTION = """\
 You can call functions. These are the ones there are, as JSON:
 <tools>

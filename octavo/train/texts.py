@@ -40,7 +40,7 @@ class TextOptions:
     max_question: int = 96  # tokens
     max_answer: int = 320  # tokens
     seed: int = 0
-    asked_share: float = 0.5  # of the questions, those that come from questions.py
+    asked_share: float = 0.5  # fraction of the questions that come from questions.py
 
 
 def generate_texts(

@@ -41,13 +41,13 @@ from octavo.train.trainable_head import (
 
 # 4 bits cost a draft head one percent of its accepted drafts, and save half of its time.
 FORMAT = WeightFormat(bits=4, group_size=32, asymmetric=True)
-TEXT_SHARE = 0.6  # of the time goes into generating texts, if the time is limited
-FINISH_SHARE = 0.06  # of the time is kept for writing the result
-HELD_OUT_SHARE = 0.02  # of the texts
+TEXT_SHARE = 0.6  # fraction of a limited time that goes into generating texts
+FINISH_SHARE = 0.06  # fraction of the time that is kept for writing the result
+HELD_OUT_SHARE = 0.02  # fraction of the texts
 MAX_HELD_OUT = 256  # texts
 EVALUATED_STEPS = 5
 WARM_UP_STEPS = 50  # the learning rate rises during these; afterwards their speed is known
-SHARE_BETWEEN_SAVES = 0.25  # of the training
+SHARE_BETWEEN_SAVES = 0.25  # fraction of the training
 MAX_GRADIENT = 0.5
 
 # Receives a stage of the work, how much of it is finished, and how much there is.

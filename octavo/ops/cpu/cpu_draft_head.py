@@ -44,7 +44,7 @@ class CpuDraftHead:
         row_bytes = self.pool.kernels.row_bytes.py_func(head.shape[1], head.group_size)
         decoder.row_bytes = max(decoder.row_bytes, row_bytes)
         self._chains: dict[int, Chains] = {}
-        self._generation = -1  # of the pool's memory that the records refer to
+        self._generation = -1  # generation of the pool memory that the records use
 
     def compute(self, hidden: Tensor, batch: ForwardBatch, kv_cache: KV) -> Tensor:
         """Compute the layer, as DraftHead.compute does."""

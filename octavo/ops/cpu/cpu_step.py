@@ -60,7 +60,7 @@ class CpuStep:
         decoder.scratch_size = max(decoder.scratch_size, 8 * self.head.shape[0])  # keys to sort
         self.buffers = StepBuffers(0, decoder.hidden, self.head.shape[0])
         self._prepared: dict[int, StepRecords] = {}
-        self._generation = 0  # of the pool's memory that the records refer to
+        self._generation = 0  # generation of the pool memory that the records use
 
     def __call__(self, rows: StepRows, kv_cache: KV) -> StepResults:
         """Compute the step, as octavo.ops.fused_spec.FusedStep."""

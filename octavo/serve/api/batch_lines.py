@@ -26,7 +26,7 @@ BATCH_URLS = (
 class BatchLine(NamedTuple):
     """One request of a batch."""
 
-    number: int  # from 1
+    number: int  # line number, from 1
     custom_id: str
     url: str
     body: bytes  # JSON

@@ -30,7 +30,7 @@ from octavo.serve.api.protocol import (
 from octavo.serve.api.translation import FieldNames
 
 encode = msgspec.json.Encoder().encode
-METADATA_BYTES = 32_768  # of a header; common clients accept 64 KiB in a line.
+METADATA_BYTES = 32_768  # limit of a header; common clients accept lines of 64 KiB
 # The pairs of fields that hold the two sides of a score.
 SCORE_SIDES = (
     ("queries", "documents"),

@@ -42,7 +42,7 @@ BUSY = frozenset(
 MAX_DELAY = 10.0  # seconds between two attempts
 READY_POLL = 0.1  # seconds between two looks whether the engine is ready
 SAVE_SECONDS = 2.0  # between two records of how far a batch is
-LINE_ATTEMPTS = 3  # of a request that was in the engine when it failed
+LINE_ATTEMPTS = 3  # attempts for a request that was in the engine when it failed
 WriteLine = Callable[[bytes, bool], None]  # (line, whether the request succeeded)
 
 
