@@ -53,7 +53,7 @@ WHY = re.compile(
         r"repetition_detection.min_pattern_size must", "dimensions must be at most",
         "must have one text, or as many as", r"can have at most \d+ prompts",
         "must start with one of the triggers",
-        "is complete and cannot be cancelled",
+        "Cannot cancel a synchronous response",
         "background can only be used when", "background is not supported",
     ))
 )  # fmt: skip

@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("OCTAVO_TEST_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
-START_SECONDS = 180
+START_SECONDS = 400
 
 
 def is_ready(url: str) -> bool:

@@ -154,8 +154,8 @@ def server(
         if client is not None:
             running.http = client(port)
         try:
-            # a machine's first start compiles the CPU kernels
-            running.wait("/readyz" if ready else "/livez", seconds=180)
+            # the first start on a machine compiles the CPU kernels, which takes minutes if it is busy
+            running.wait("/readyz" if ready else "/livez", seconds=400)
             yield running
         finally:
             try:
