@@ -233,5 +233,5 @@ class PoolerConfig:
 
     @property
     def pooling(self) -> str:
-        """The name of it in POOLINGS."""
+        """The kind of pooling, as one of POOLINGS."""
         return self.pooling_type.lower()

@@ -310,7 +310,7 @@ class TierDropped(NamedTuple):
 
 
 class DiskListed(NamedTuple):
-    """The disk has listed its contents, which replace what was known of it."""
+    """The disk has listed its contents. The list replaces what the index knew about the disk."""
 
     num_contents: int
     number: int = 0

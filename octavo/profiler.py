@@ -44,7 +44,7 @@ class StepProfiler:
         self._running.start()
 
     def step(self) -> None:
-        """The engine has made a step."""
+        """Count a step of the engine."""
         if self._running is not None:
             self._running.step()
 

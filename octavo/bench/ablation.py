@@ -28,7 +28,7 @@ from octavo.llm import LLM
 from octavo.memory import BLOCK_SIZE
 from octavo.model.base import Matrix
 
-MOST_ATTEMPTS = 3  # at a measurement that other programs disturb
+MOST_ATTEMPTS = 3  # attempts at a measurement that other programs disturb
 
 
 class Scale(NamedTuple):
@@ -370,7 +370,7 @@ class Ablation:
         )
 
 
-KV_TOKENS = {"cpu": 32 * 1024, "cuda": 512 * 1024}  # of each engine; two run beside each other
+KV_TOKENS = {"cpu": 32 * 1024, "cuda": 512 * 1024}  # KV of each engine; two run beside each other
 
 
 def sized(options: EngineOptions, kv_tokens: Mapping[str, int] = KV_TOKENS) -> EngineOptions:

@@ -25,12 +25,12 @@ from octavo.ops.kv import CODES, KV, QuantKV, compress, dtype_name
 from octavo.runner.kvstore import KVStore
 
 QUERY_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-PLAIN_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float16}  # of KV
+PLAIN_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float16}  # type of plain KV
 
 
 class AttentionShape(NamedTuple):
     sequences: int
-    tokens: int  # of each sequence
+    tokens: int  # positions of each sequence
 
 
 SHAPES = {

@@ -32,7 +32,7 @@ class ServerActivity:
     seconds: float
     device: str  # "cpu" or "cuda"
     front_cpu_seconds: float
-    worker_cpu_seconds: float  # of the front's worker processes
+    worker_cpu_seconds: float  # sum over the front's worker processes
     engine_cpu_seconds: float
     plan_seconds: float
     launch_seconds: float

@@ -15,7 +15,7 @@ from octavo.events import Event, StepLanded
 if TYPE_CHECKING:
     from octavo.llm import LLM
 
-MAX_POINTS = 400  # of one trace in a picture
+MAX_POINTS = 400  # points of one trace in a picture
 
 
 class MeasuredStep(NamedTuple):

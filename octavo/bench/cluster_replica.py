@@ -29,7 +29,7 @@ class ClusterRequest:
     arrival: float
     prompt: int
     output: int
-    segments: list[Segment]  # of prompt and reply; only full blocks count
+    segments: list[Segment]  # segments of prompt and reply; only full blocks count
     computed: int = 0  # prompt positions that are computed or were cached
     cached: int = 0
     reserved: int = 0  # tokens of KV that the replica keeps for it
@@ -112,10 +112,10 @@ class ClusterReplica:
         self.prefilling: list[ClusterRequest] = []
         # (steps after which it finishes, number, request)
         self.decoding: list[tuple[int, int, ClusterRequest]] = []
-        self.joining: list[ClusterRequest] = []  # of these, transferred and not decoded yet
+        self.joining: list[ClusterRequest] = []  # those that are transferred and not decoded yet
         self.cache = PrefixSegments()
         self.reserved = 0
-        self.kv_entries = 0  # that the next step reads for the decoding sequences
+        self.kv_entries = 0  # entries that the next step reads for decoding sequences
         self.steps_done = 0
         self.num_joined = 0
         self.chunks: list[tuple[ClusterRequest, int]] = []

@@ -40,7 +40,7 @@ class Router:
         self.total_load += change
 
     def remove(self, index: int) -> None:
-        """A replica has crashed."""
+        """Remove a replica that has crashed."""
         if index in self.members and index in self.alive:
             self.alive.remove(index)
             self.total_load -= int(self.loads[index])

@@ -43,16 +43,16 @@ LONG_PROMPT = 512
 DECODE_TOKENS = 128
 STREAMS = 16
 STREAM_TOKENS = 64
-START_SECONDS = 600.0  # for an engine to load
-RUN_SECONDS = 300.0  # for one measurement
+START_SECONDS = 600.0  # time limit for an engine to load
+RUN_SECONDS = 300.0  # time limit of one measurement
 PAUSE_SECONDS = 0.3  # so that threads of the last engine, which may spin for a while, sleep
-MOST_ATTEMPTS = 5  # at a measurement that other programs disturb
+MOST_ATTEMPTS = 5  # attempts at a measurement that other programs disturb
 
 
 class Contender(Protocol):
     name: str
     facts: dict[str, Any]
-    pid: int | None  # of the process that computes, if it is known
+    pid: int | None  # the process that computes, if it is known
 
     def measure(self, workload: str, number: int) -> float:
         """Return tokens per second. `number` counts the rounds: each has prompts of its own."""

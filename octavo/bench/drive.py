@@ -31,7 +31,7 @@ class Job:
     # to the engine, it ends as unexpectedly as with an end-of-sequence token.
     max_tokens: int | None = None
     after: int = 0  # The job is sent when all jobs together have generated this many tokens.
-    group: str = ""  # for figures of some jobs alone
+    group: str = ""  # selects jobs for separate figures
 
 
 @dataclass

@@ -120,7 +120,7 @@ class Client(asyncio.Protocol):
         self.reply: Reply | None = None
         self.chunks: list[bytes] = []
         self.body_start = -1  # -1 until the head is complete
-        self.total_size = -1  # of head and body; -1 if unknown
+        self.total_size = -1  # bytes of head and body; -1 if unknown
         self.closes = False  # the server announced that it closes the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -213,7 +213,7 @@ class Run:
         self.waiting_clients: list[Client] = []
         self.open_connections = 0
         self.sent_requests = 0
-        self.unrequested_bytes = 0  # that arrived when no request was open
+        self.unrequested_bytes = 0  # bytes that arrived while no request was open
         self.tls = ssl.create_default_context() if load.tls else None
         self.tasks: set[asyncio.Task[None]] = set()
         self.finished = asyncio.get_running_loop().create_future()

@@ -35,7 +35,7 @@ MAX_COPIES = 64
 class Product(NamedTuple):
     """A matrix product of a step."""
 
-    names: tuple[str, ...]  # of the tensors in the weight
+    names: tuple[str, ...]  # names of the tensors in the weight
     outputs: int
     inputs: int
     times: int  # how often a step computes it

@@ -89,7 +89,7 @@ except OctavoError as error:
 @dataclass
 class RunningServer:
     endpoint: OpenAIEndpoint
-    pid: int | None = None  # of the front process; None if the server was started elsewhere
+    pid: int | None = None  # front process; None if the server was started elsewhere
     trace_file: Path | None = None
 
     def cpu_seconds(self) -> tuple[float, float]:

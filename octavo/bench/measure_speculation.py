@@ -102,7 +102,7 @@ class Method(NamedTuple):
     """How one side drafts."""
 
     config: SpeculativeConfig
-    acceptance: float | None = None  # of synthetic drafts (octavo/bench/synthetic_drafts.py)
+    acceptance: float | None = None  # for synthetic drafts (octavo/bench/synthetic_drafts.py)
 
 
 def parse_method(name: str, text: str) -> Method:

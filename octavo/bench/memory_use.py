@@ -28,7 +28,7 @@ from octavo.llm import LLM
 from octavo.process_usage import anonymous_bytes, rss_bytes
 
 WORKLOAD = "uncertain"
-MAX_POINTS = 300  # of the picture
+MAX_POINTS = 300  # points in the picture
 
 
 def used_bytes(kind: str) -> int:

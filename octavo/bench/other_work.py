@@ -15,9 +15,9 @@ from octavo.process_usage import cpu_time_of_cores, read_usage
 Figure = TypeVar("Figure")
 # A measurement is repeated if other programs used more than this share of the cores meanwhile.
 MOST_OTHER_WORK = 0.08
-SAMPLE_SECONDS = 0.3  # to see whether other programs compute
-MOST_WAIT_SECONDS = 10.0  # for other programs to pause, before each attempt
-MOST_SECONDS = 20.0  # after which nothing is repeated
+SAMPLE_SECONDS = 0.3  # sample that shows whether other programs compute
+MOST_WAIT_SECONDS = 10.0  # wait for other programs to pause, before each attempt
+MOST_SECONDS = 20.0  # time after which a measurement is not repeated
 
 
 class OtherWork:

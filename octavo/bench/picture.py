@@ -77,7 +77,7 @@ STYLE = (
 
 
 class Axis(NamedTuple):
-    label: str  # with its unit
+    label: str  # name with its unit
     is_logarithmic: bool = False
     starts_at_zero: bool = False
 

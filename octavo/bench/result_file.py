@@ -47,12 +47,12 @@ class BenchRun:
         self.save()
 
     def finish(self) -> None:
-        """The bench has reached its end. The result is complete unless something was skipped."""
+        """Save the result of a complete run. It is partial only if something was skipped."""
         self.result["partial"] = bool(self.result["skipped"])
         self.save()
 
     def stop(self, reason: str) -> None:
-        """The bench has ended before its end."""
+        """Save the result of a run that was stopped early, with the reason."""
         self.result["stopped"] = reason
         self.save()
 

@@ -152,7 +152,7 @@ def read_gpu() -> dict[str, float]:
 
 @dataclass
 class ProfileSample:
-    seconds: float  # since the start
+    seconds: float  # time since the start
     usage: dict[int, ProcessUsage]  # by PID
     metrics: dict[str, float]
     gpu: dict[str, float]

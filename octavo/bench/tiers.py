@@ -55,9 +55,9 @@ class FirstTokenParts(NamedTuple):
     Blocks that were loaded while others were read count as read.
     """
 
-    ask: float  # until the step was planned that asks the disk, or else the one that computes
-    read: float  # until the last answer of the disk arrived: records and checksums
-    wait: float  # until the step was planned that computes
+    ask: float  # until a step was planned that asks the disk, or else computes
+    read: float  # until the last disk event arrived: records and checksums
+    wait: float  # until a step was planned that computes
     load: float  # in that step: loading the remaining blocks
     compute: float
     rest: float  # launching, sampling, output
@@ -67,7 +67,7 @@ class FirstTokenTimer:
     """Measures where the time to a first token goes. It listens to the steps of the engine."""
 
     def __init__(self, events: EventLog):
-        self.load_seconds = 0.0  # of all prompts
+        self.load_seconds = 0.0  # sum over all prompts
         self.loaded_blocks = 0
         self.begin()
         events.subscribe(self.on_event, StepPlanned, StepLanded)
@@ -124,7 +124,7 @@ class FirstTokenTimer:
 
 
 class Answer(NamedTuple):
-    seconds: float  # to the first token
+    seconds: float  # time to the first token
     tokens: list[int]
     cached: int  # tokens of the prompt that were cached
     parts: FirstTokenParts | None  # None without a timer

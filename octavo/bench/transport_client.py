@@ -43,7 +43,7 @@ class TransportLoad:
 class CallTimes:
     """Seconds since a request was sent."""
 
-    first: float  # until its first text
+    first: float  # time until its first text
     total: float
 
 

@@ -74,7 +74,7 @@ class RecordedRun:
     def __init__(self, lines: Iterable[bytes], engine: str = ""):
         """Read the requests of one engine process, by its name in the snapshots: without a name,
         the last one."""
-        self.lines: list[bytes] = []  # of this engine process
+        self.lines: list[bytes] = []  # lines of this engine process
         self.about: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
         self.requests: dict[int, RecordedRequest] = {}

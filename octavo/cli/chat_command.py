@@ -105,7 +105,7 @@ def chat(
         backend, defaults = open_local(model, engine, seed, chat_template)
     else:
         if chat_template is not None:
-            raise InvalidRequest("--chat-template is set by the server: leave out --url or it")
+            raise InvalidRequest("with --url the server has a chat template: drop --chat-template")
         backend, defaults = open_remote(model, url, api_key, given_options, seed)
     sampling = sampling.with_defaults(defaults, CHAT_FALLBACK)
     sampling.seed = None  # Each reply gets its own seed, derived from `seed`.

@@ -50,8 +50,8 @@ class BeamSearch:
         self.finished: list[Hypothesis] = []  # best first, at most `width`
 
     def advance(self, beams: list[Sequence]) -> list[Continuation]:
-        """All beams have reported: return those that continue, best first. Empty: the search is
-        over."""
+        """Return the continuations, best first, after all beams have reported. If there are none,
+        the search is over."""
         candidates = [continuation for seq in beams for continuation in self._continuations(seq)]
         candidates.sort(key=lambda continuation: -continuation.score)
         length = candidates[0].seq.num_generated + 1

@@ -76,8 +76,8 @@ class Policy:
 
 
 class Priority(Policy):
-    """Lower `Request.priority` first, as in vLLM, preempting lower-priority work if there is no
-    room.
+    """Serves lower numbers of `Request.priority` first, as vLLM does, and preempts less important
+    requests if there is no room.
 
     One level is worth `ageing` seconds: a request that has waited that long is no longer overtaken
     by later requests one level above its own."""
@@ -99,8 +99,8 @@ class Priority(Policy):
 
 
 class Shortest(Policy):
-    """Short prompts first. Each prompt token counts as `ageing` seconds of later arrival, so a long
-    prompt is overtaken for a bounded time only."""
+    """Serves short prompts first. Each prompt token counts as `ageing` seconds of later arrival, so
+    a long prompt is overtaken for a bounded time only."""
 
     ageing = 0.01
 
@@ -109,8 +109,8 @@ class Shortest(Policy):
 
 
 class Deadline(Policy):
-    """Earliest deadline first, preempting requests with later ones. A request without a deadline
-    has one of `default_seconds` after its arrival."""
+    """Serves the earliest deadline first, and preempts requests with later deadlines. A request
+    without a deadline gets one, `default_seconds` after its arrival."""
 
     preemptive = True
     default_seconds = 60.0
@@ -130,17 +130,17 @@ class Deadline(Policy):
 
 
 class Fair(Policy):
-    """An equal number of tokens for each tenant that has requests waiting.
+    """Gives an equal number of tokens to each tenant that has waiting requests.
 
     A tenant's counter is the number of tokens it was given so far; the lowest counter comes next. A
-    tenant that had nothing waiting starts at `fair_counter`, the counter of an imaginary tenant
-    that always had something waiting. Tokens it left to others therefore earn it nothing, and a
-    waiting tenant is not overtaken by an endless stream of new ones."""
+    tenant without waiting requests starts at `fair_counter`, the counter of an imaginary tenant
+    that always had waiting requests. A tenant therefore gets no credit for tokens that it left to
+    others, and an endless stream of new tenants does not overtake a waiting one."""
 
     fixed_ranks = False
 
     def __init__(self) -> None:
-        # tenant -> tokens of its finished sequences, and tokens it was credited for being away
+        # tenant -> tokens of its finished sequences, and what raised its counter to fair_counter
         self.served: dict[str, int] = {}
         self.live: dict[str, int] = {}  # tenant -> number of live sequences
         self.fair_counter = 0.0
@@ -214,7 +214,7 @@ class Fair(Policy):
 
 
 class Prefix(Policy):
-    """Prompts first that begin with what the prefix cache has or is about to have, so that it is
+    """Serves prompts first whose beginning is in the prefix cache or is about to be, so that it is
     used before it is evicted. Each cached token is worth `ageing` seconds."""
 
     fixed_ranks = False

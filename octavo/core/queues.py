@@ -91,12 +91,12 @@ class Queues:
         insort(self.decoding, seq, key=by_rank)
 
     def move_to_decode(self, seq: Sequence) -> None:
-        """All known tokens of the sequence are planned."""
+        """Move a sequence whose known tokens are all planned."""
         self.prefilling.remove(seq)
         insort(self.decoding, seq, key=by_rank)
 
     def move_back_to_prefill(self, seq: Sequence) -> None:
-        """All known tokens of the sequence are computed again."""
+        """Move a sequence whose known tokens are to be computed again."""
         self.decoding.remove(seq)
         insort(self.prefilling, seq, key=by_rank)
 

@@ -215,8 +215,8 @@ class Scheduler:
         ]
 
     def retry_smaller(self, plan: Plan, error: str, code: str) -> list[Output]:
-        """A step was too large for the device's memory: compute its sequences again in steps half
-        as large. A request that fails alone twice ends with an error."""
+        """Compute the sequences of a step that exceeded the device's memory again, in steps half as
+        large. A request that fails alone twice ends with an error."""
         affected = self._undo(plan)
         self.counters.oom_steps += 1
         token_cap = self.shaper.token_cap

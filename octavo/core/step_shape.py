@@ -53,7 +53,7 @@ class TokenCap:
         return self.limit
 
     def halve(self, failed_tokens: int, step: int) -> None:
-        """A step of this many tokens was too large."""
+        """Halve the cap after a step of `failed_tokens` tokens was too large."""
         self.limit = max(min(self.limit, failed_tokens or self.limit) // 2, 1)
         self.raise_at = step + self.RAISE_INTERVAL
 
@@ -133,7 +133,7 @@ class StepShaper:
         )
 
     def after_plan(self, plan: Plan, shape: StepShape) -> None:
-        """The step is filled: remember what the next shape depends on."""
+        """Remember what the next shape depends on, after the step is filled."""
         if self.preemption is not None:
             self.preemption.after_plan(plan, shape.urgent, shape.urgent_positions)
 

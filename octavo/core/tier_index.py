@@ -345,7 +345,7 @@ class TierIndex:
             self._handle(event)
 
     def fail(self, plan: Plan) -> None:
-        """A step failed. It may have done all of its moves, some or none."""
+        """Undo the moves of a step that failed. It may have done all of them, some or none."""
         self._end_step(plan, False)
         for fetch in plan.fetches:
             if self.fetching.pop(fetch.fetch_id, None):

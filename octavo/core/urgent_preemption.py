@@ -219,7 +219,7 @@ class UrgentPreemption:
     # ---- after a step ----------------------------------------------------------------------------
 
     def after_plan(self, plan: Plan, urgent: tuple[Sequence, ...], positions_before: int) -> None:
-        """The plan is complete: note whether an urgent prompt advanced. If none did, no sequence
+        """Note whether an urgent prompt advanced in the complete plan. If none did, no sequence
         pauses in the next step."""
         plan.urgent = bool(urgent) and sum(seq.planned for seq in urgent) > positions_before
         if urgent:

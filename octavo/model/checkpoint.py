@@ -223,7 +223,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) != len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in unique if names.count(name) > 1)
-        raise ValueError(f"key {repeated!r} is there twice")
+        raise ValueError(f"key {repeated!r} appears twice")
     return unique
 
 

@@ -173,14 +173,14 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]
     for _ in range(num_keys):
         key = cursor.string()
         if key in metadata:
-            raise cursor.bad(f"key {key!r} is there twice")
+            raise cursor.bad(f"key {key!r} appears twice")
         metadata[key] = cursor.value(cursor.number("<I"))
 
     tensor_infos: dict[str, TensorInfo] = {}
     for _ in range(num_tensors):
         name = cursor.string()
         if name in tensor_infos:
-            raise cursor.bad(f"tensor {name!r} is there twice")
+            raise cursor.bad(f"tensor {name!r} appears twice")
         tensor_infos[name] = _read_tensor_info(cursor, name)
     return metadata, _locate_tensors(cursor, metadata, tensor_infos)
 

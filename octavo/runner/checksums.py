@@ -48,7 +48,7 @@ class Checksums:
         self.unverified: dict[int, Expected] = {}  # by host block
 
     def expect(self, host_block: int, content_hash: bytes, checksum: int) -> None:
-        """A record was read into the host block."""
+        """Remember the checksum of a record that was read into the host block."""
         self.unverified[host_block] = Expected(content_hash, checksum)
 
     def forget(self, host_block: int) -> None:

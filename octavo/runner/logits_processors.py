@@ -218,5 +218,5 @@ class LogitsPipeline:
         return by_slot[rows]
 
     def _most_rows(self) -> int:
-        """A processor may index the row of any sequence that it knows."""
+        """Return a number of rows in which every sequence known to a processor has its row."""
         return max(self._tokens, default=0) + 1

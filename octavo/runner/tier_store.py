@@ -272,8 +272,8 @@ class TierStore:
             self._deferred.append((event, then))
 
     def _new_generation(self, host_block: int) -> int:
-        """A new content comes into the host block. Waits for a thread that copies out of it: about
-        a millisecond."""
+        """Return a new generation for the host block, which gets a new content. Waits for a thread
+        that copies out of it: about a millisecond."""
         with self._locks[host_block]:
             if self.checksums is not None:
                 self.checksums.forget(host_block)
@@ -327,7 +327,7 @@ class TierStore:
         read.opened.set()
 
     def _finish_read(self, read: RecordRead) -> None:
-        """All parts are read, or skipped after a miss."""
+        """End a read whose parts are all read, or skipped after a miss."""
         fetch = read.fetch
         buffer = read.buffer
         record = read.record

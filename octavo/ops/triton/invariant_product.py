@@ -38,7 +38,7 @@ MOST_COMPARED = 2**26
 class Tile(NamedTuple):
     rows: int
     outputs: int
-    inputs: int  # of one round
+    inputs: int  # inputs of one round
     stages: int  # rounds in the pipeline
 
 
