@@ -278,7 +278,7 @@ def measure_disk(
     timer = FirstTokenTimer(llm.engine.events)
     store = llm.runner.tier_store
     if store is None or store.disk is None:
-        raise OctavoError("this engine has no disk tier: set kv_disk to a directory")
+        raise OctavoError("this engine has no disk tier: set --kv-disk to a directory")
     passes: dict[str, list[Answer]] = {}
     busy_readers: dict[str, float] = {}
     for name in ("disk", "paged"):  # In the second pass the records are in the page cache.
