@@ -113,7 +113,7 @@ soak: $(READY)
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 test-browser: browser-packages
-	@$(BIN)/python -m pytest -m slow tests/web/test_browser.py tests/web/test_frames.py $(ARGS)
+	@$(BIN)/python -m pytest -m slow tests/web/test_browser.py tests/web/test_controls.py tests/web/test_frames.py $(ARGS)
 
 pictures: browser-packages
 	@$(BIN)/python -m tools.page_pictures

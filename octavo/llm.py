@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -214,6 +215,7 @@ class LLM:
     def _stream_factory(self) -> StreamFactory:
         options = self.options
         about = {
+            "model": Path(self.checkpoint.source).name.removesuffix(".gguf"),
             "architecture": self.config.architecture,
             "dtype": str(self.model_dtype).removeprefix("torch."),
             "device": str(self.device),

@@ -29,10 +29,15 @@ for (const group of GROUPS) {
   byId("filters").append(button);
 }
 
+const limits = byId("log-limits");
+
 // `only` is the sequence to which the list is limited, or 0.
 export function drawLog(history, index, names, only = 0) {
   if (byId("events").hidden || !history.end) return;
   if (!isOther(names, index, `${[...shownGroups]}`, only)) return;
+  const chosen = only && names.at(only, index);
+  limits.hidden = !chosen;
+  if (chosen) limits.replaceChildren("Events of ", chip(chosen), " alone. “Esc” lists all events.");
   const found = [];
   const before = items;
   items = new Map();

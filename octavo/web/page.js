@@ -16,7 +16,7 @@ import { openSource } from "./source.js";
 import { Spans } from "./spans.js";
 import { cloneState } from "./state.js";
 import { Timeline } from "./timeline.js";
-import { followSettings } from "./traffic.js";
+import { followSettings, onTraffic } from "./traffic.js";
 import { bindTransport, drawTransport } from "./transport.js";
 import { drawLegend, drawWall, flash, isFlashing, onWall, resetWall } from "./wall.js";
 import { bindWhatIf } from "./whatif.js";
@@ -116,13 +116,14 @@ export const page = {
     if (follows && !this.isReplay) timeline.followNow();
   },
 
-  // Moves the cursor by steps. It then stands at the end of a step.
+  // Moves the cursor by steps. It then stands at the end of a step. From within a step, the first
+  // move forward leads to the end of this step.
   moveSteps(number) {
     const place = this.history.stepAt(this.index);
     const isAtEnd = this.history.endOfStep(place) === this.index;
     const target = Math.max(
       0,
-      Math.min(this.history.steps.length - 1, place + number + (number < 0 && !isAtEnd ? 1 : 0)),
+      Math.min(this.history.steps.length - 1, place + number - (number > 0 && !isAtEnd ? 1 : 0)),
     );
     this.moveTo(this.history.endOfStep(target));
   },
@@ -377,6 +378,8 @@ onWhy({
 });
 onLog((index) => (index === null ? redraw(true) : page.moveTo(index)));
 onTheme(() => redraw(true));
+// Requests that a button sends are visible at once, even if the page was paused.
+onTraffic(() => !page.follows && !page.isReplay && page.moveTo(page.history.last, true));
 bindTransport(page, { showLink, redraw: () => redraw(true) });
 new ResizeObserver(() => redraw(true)).observe(document.querySelector("main"));
 bindWhatIf(page);

@@ -514,6 +514,9 @@ export function lastTried(state) {
 export const blockerOf = (seq, state) =>
   seq.waits && !isOfAnother(seq.waits) ? seq : (lastTried(state) ?? (seq.waits ? seq : null));
 
+// Returns how many blocks the setting "block limit" keeps out of use.
+export const countWithheld = ({ about, settings }) => about.num_blocks - settings.block_limit;
+
 // Whether fewer sequences run than there are batch slots.
 export function hasFreeSlot(state) {
   const { decode, prefill } = countStates(state);

@@ -15,6 +15,7 @@ const TOKENS = 52;
 const DEVICE = 13;
 const HOST = 11;
 const LANE = 21;
+const MORE = 12; // The line that counts the lanes for which there is no room.
 const TOP = AXIS + TOKENS + DEVICE + HOST + 12; // Where the lanes begin.
 
 // The steps that overlap an interval, and had landed at a line of the history.
@@ -337,11 +338,13 @@ export class Timeline {
     const lanes = spans.allLanes.filter(
       (lane) => lane.at <= index && lane.arrival <= Math.min(end, limit) && lane.end >= start,
     );
-    const room = Math.max(1, Math.floor((height - TOP) / LANE));
+    const isFull = TOP + lanes.length * LANE > height;
+    const room = Math.max(1, Math.floor((height - TOP - (isFull ? MORE : 0)) / LANE));
     this.scroll = Math.max(0, Math.min(this.scroll, lanes.length - room));
-    // Of many lanes, those that are live come first.
+    // Of many lanes, those that are live come first. A timeline without a cursor keeps the order of
+    // arrival, in which another one is compared with it.
     const order =
-      lanes.length > room
+      lanes.length > room && index !== Infinity
         ? [
             ...lanes.filter((lane) => !hasEnded(lane, index, now)),
             ...lanes.filter((lane) => hasEnded(lane, index, now)),

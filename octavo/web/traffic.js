@@ -31,6 +31,12 @@ const between = (low, high) => low + Math.floor(Math.random() * (high - low + 1)
 let open = 0;
 let steady = 0;
 let latest = null;
+let beforeTraffic = () => {};
+
+// The listener is called when a button sends traffic.
+export function onTraffic(listener) {
+  beforeTraffic = listener;
+}
 
 // Sends a request and reads its reply to the end. The views show it like any other.
 async function send(fields) {
@@ -92,6 +98,7 @@ export function trafficButton(name) {
   button.type = "button";
   button.title = words;
   button.addEventListener("click", () => {
+    beforeTraffic();
     if (open < MOST_OPEN) act();
     setText(
       sent,
@@ -216,7 +223,11 @@ export function showControls(server) {
   const crash = element("button", "", "crash the engine");
   crash.type = "button";
   crash.title = "Kills the engine process. Its requests fail, and a new process starts.";
-  crash.addEventListener("click", () => post("live/crash", {}));
+  crash.addEventListener("click", async () => {
+    beforeTraffic();
+    const error = await post("live/crash", {});
+    setText(sent, error || "The engine process was killed. Its requests fail, and a new one starts.");
+  });
   byId("traffic").append(crash);
   setSteady(true);
 }

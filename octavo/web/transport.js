@@ -54,11 +54,7 @@ export function bindTransport(page, { showLink, redraw }) {
     setTimeout(() => setText(byId("link"), "link"), 1500);
   });
   addEventListener("keydown", (event) => {
-    if (
-      event.target.closest("input, textarea, select, dialog, [role=tab]") &&
-      event.target !== scrub
-    )
-      return;
+    if (event.target.closest("input, textarea, select, dialog") && event.target !== scrub) return;
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const many = event.shiftKey ? 10 : 1;
     const actions = {

@@ -23,7 +23,7 @@ import {
   showTip,
   surfaceOf,
 } from "./draw.js";
-import { findOwners, freeList } from "./state.js";
+import { countWithheld, findOwners, freeList } from "./state.js";
 
 const LARGEST = 46;
 const SMALLEST = 2; // Sizes of a cell in pixels.
@@ -438,6 +438,7 @@ const numbers = {};
 for (const [name, words] of [
   ["used", "used"],
   ["shared", "shared (part of used)"],
+  ["withheld", "withheld by the block limit (part of used)"],
   ["cached", "cached: number = order of eviction"],
   ["free", "free"],
 ]) {
@@ -454,7 +455,10 @@ legend.append(...frames);
 
 // Draws the legend. `found` are the numbers of blocks.
 export function drawLegend(state, found) {
-  for (const [name, node] of Object.entries(numbers)) setText(node, count(found[name]));
+  const withheld = countWithheld(state);
+  const all = { ...found, withheld };
+  for (const [name, node] of Object.entries(numbers)) setText(node, count(all[name]));
+  numbers.withheld.parentElement.hidden = !withheld;
   frames.at(-1).hidden = !state.about.host_blocks;
   const { num_blocks, block_size } = state.about;
   const rest = num_blocks - layout.limit;
@@ -487,7 +491,7 @@ export function describeBlock(state, block, { owners, order, names }) {
   };
   if (holders.length > 1) lines.push(`block ${block}: shared by ${holders.map(place).join(", ")}`);
   else if (holders.length) lines.push(`block ${block}: used by ${place(holders[0])}`);
-  else if (state.references[block]) lines.push(`block ${block}: being read from disk`);
+  else if (state.references[block]) lines.push(`block ${block}: ${whyBusy(state)}`);
   else if (content) {
     lines.push(
       `block ${block}: cached${order.has(block) ? `, number ${order.get(block)} in the order of eviction` : ""}`,
@@ -495,6 +499,13 @@ export function describeBlock(state, block, { owners, order, names }) {
   } else lines.push(`block ${block}: free`);
   if (content) lines.push(chainOf(state, block));
   return [...lines, ...names.originOf(content, state)];
+}
+
+// A block that is used by no sequence.
+function whyBusy(state) {
+  if (!countWithheld(state)) return "being read from disk";
+  const words = "withheld by the block limit";
+  return state.about.has_disk ? `${words}, or being read from disk` : words;
 }
 
 // The hash of a block covers its tokens and the block before it.

@@ -118,6 +118,10 @@ export function readRuns(result, names) {
   const recorded = read(result.events, names);
   const offset = Math.min(...recorded.spans.allLanes.map((lane) => lane.name)) - 1;
   const [same, changed] = [result.recorded, result.changed].map((text) => read(text, offset));
+  const nameOfLane = (lane) => `${lane.name}.${lane.index}`;
+  const labels = new Map(recorded.spans.allLanes.map((lane) => [nameOfLane(lane), lane.label]));
+  for (const lane of [...same.spans.allLanes, ...changed.spans.allLanes])
+    lane.label = labels.get(nameOfLane(lane)) ?? lane.label;
   return { recorded, same, changed };
 }
 
@@ -178,7 +182,7 @@ function show(result, engine) {
   byId("simulated-content").replaceChildren(
     element("h2", "", "What if"),
     element("p", "what", `All rows show the same ${requests} of ${which}, as far as its events are kept.`),
-    table,
+    element("div", "wide", table),
     element("p", "what", error),
     element("h3", "", "recorded"),
     element("div", "canvas", canvases[0]),
@@ -202,7 +206,7 @@ const describe = ({ changes, settings }) => {
   return parts.join(", ") || SAME;
 };
 
-// Both timelines show the same interval, and the same request has the same letters in both.
+// Both timelines show the same interval, and the same request has the same letters and colours in both.
 function drawBoth(canvases, recorded, simulated) {
   const lengths = [recorded, simulated].map(
     (spans) => (spans.steps.at(-1)?.landed ?? 0) - (spans.allLanes[0]?.arrival ?? 0),

@@ -17,6 +17,7 @@ import { laneUpTo, lastLanded, percentile, stepUpTo } from "./spans.js";
 import {
   blockerOf,
   countBlocks,
+  countWithheld,
   findOwners,
   freeList,
   hasFreeSlot,
@@ -93,7 +94,12 @@ function holders(state) {
     list.append(item);
   }
   if (tables.length > 8)
-    list.append(element("li", "", `and ${plural(tables.length - 8, "request")} more`));
+    list.append(element("li", "others", `and ${plural(tables.length - 8, "request")} more`));
+  const withheld = countWithheld(state);
+  if (withheld)
+    list.append(
+      element("li", "others", `${plural(withheld, "block")} withheld by the setting “block limit”`),
+    );
   return list;
 }
 
@@ -213,7 +219,7 @@ const RULES = {
     const missing = Math.max(needed - available, 0);
     return [
       paragraph(
-        `A request starts only if there are enough blocks for its cached tokens and for its first chunk. ${firstChunkOf(seq)} Without the blocks that other requests hold already, it needs ${plural(needed, "block")}. ${areOf(free)} free and ${areOf(cached)} cached, so ${missing ? `${plural(missing, "block")} ${missing === 1 ? "is" : "are"} missing` : "there are enough by now, and the next step can start it"}. ${plural(used, "block")} ${used === 1 ? "is" : "are"} held by:`,
+        `A request starts only if there are enough blocks for its cached tokens and for its first chunk. ${firstChunkOf(seq)} Besides blocks that it can share with running requests, it needs ${plural(needed, "block")}. ${areOf(free)} free and ${areOf(cached)} cached, so ${missing ? `${plural(missing, "block")} ${missing === 1 ? "is" : "are"} missing` : "there are enough by now, and the next step can start it"}. ${plural(used, "block")} ${used === 1 ? "is" : "are"} held by:`,
       ),
       holders(state),
     ];

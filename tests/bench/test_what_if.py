@@ -109,6 +109,14 @@ def test_the_page_compares_the_same_requests() -> None:
     assert found["names"][0][0] == 101 and len(set(map(str, found["names"]))) == 1
 
 
+@pytest.mark.skipif(NODE is None, reason="needs node")
+def test_a_simulated_request_has_the_colour_of_the_recorded_one() -> None:
+    result = what_if(record(), {"max_num_seqs": 1})  # One colour would be enough for these.
+    recorded, *simulated = run_node("whatif.mjs", json.dumps(result).encode())["labels"]
+    assert len(set(recorded.values())) > 1
+    assert simulated == [recorded, recorded]
+
+
 def test_requests_that_have_not_ended_take_part() -> None:
     lines = record().splitlines()
     half = RecordedRun(lines[: len(lines) // 2])

@@ -239,14 +239,10 @@ def test_a_live_page_shows_the_state_of_the_engine(
         watched.close()
 
 
-# Whether the page stands where going one step back and one step forward leads.
+# Whether the page stands where ‹ and › lead.
 IS_AT_END_OF_STEP = """async () => {
   const { page } = await import("./web/page.js");
-  const index = page.index;
-  page.moveSteps(-1);
-  const before = page.index;
-  page.moveSteps(1);
-  return before < index && page.index === index;
+  return page.history.endOfStepWith(page.index) === page.index;
 }"""
 # Looks at several panels after each frame. Counts frames, those in which all panels are said to
 # show the same moment, and those in which they differ nevertheless.
@@ -426,6 +422,9 @@ def test_what_if_compares_the_requests_of_one_engine_process(
         match = re.match(r"All rows show the same (\d+) requests of engine 2,", words)
         assert match is not None and 3 <= int(match[1]) < 9, words
         assert page.locator("#simulated tbody tr").count() == 2
+        page.set_viewport_size({"width": 390, "height": WIDTHS[390]})
+        heads = page.locator("#simulated thead th")
+        assert heads.count() == heads.and_(page.locator(":visible")).count() == 9
         assert all(error.startswith("Failed to load resource") for error in watched.errors)
         watched.close()
 

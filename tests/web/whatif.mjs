@@ -17,9 +17,12 @@ const { readRuns, rowsOf } = await import("../../octavo/web/whatif.js");
 
 const result = JSON.parse(readFileSync(0, "utf8"));
 const runs = readRuns(result, 100);
+const labelsOf = ({ spans }) =>
+  Object.fromEntries(spans.allLanes.map(({ name, label }) => [name, label]));
 const namesOf = ({ spans }) => spans.allLanes.map(({ name }) => name);
 console.log(JSON.stringify({
   rows: rowsOf(runs, "policy shortest"),
   unchanged: rowsOf(runs, "the same settings").map(([name]) => name),
   names: Object.values(runs).map(namesOf),
+  labels: Object.values(runs).map(labelsOf),
 }));

@@ -1,0 +1,126 @@
+"""The controls of the page in a real browser: steps, keys, traffic, and settings of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("playwright")
+
+from playwright.sync_api import Browser, Page
+
+from tests.serve.running import Running, server
+from tests.web.browser import CHROMIUM, Watched, chromium
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
+]
+NUM_BLOCKS = 64
+LIMIT = 40
+# Goes one step back and one step forward from within steps. Returns where each move should lead and
+# where it leads.
+MOVE_FROM_WITHIN_STEPS = """async () => {
+  const { page } = await import("./web/page.js");
+  const { history } = page;
+  const found = { expected: [], reached: [] };
+  for (let place = 1; place + 1 < history.steps.length && place < 40; place += 1) {
+    const [first, end] = [history.steps[place], history.endOfStep(place)];
+    if (first === end) continue;
+    found.expected.push(first - 1, end);
+    for (const direction of [-1, 1]) {
+      page.moveTo(first);
+      page.moveSteps(direction);
+      found.reached.push(page.index);
+    }
+  }
+  return found;
+}"""
+CHOOSE_BLOCK_LIMIT = """(limit) => {
+  const input = document.querySelectorAll("#knobs input[type=range]")[2];
+  input.value = limit;
+  input.dispatchEvent(new Event("input", { bubbles: true }));
+  input.dispatchEvent(new Event("change", { bubbles: true }));
+}"""
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    engine = {
+        "max_model_len": 600,
+        "num_gpu_blocks_override": NUM_BLOCKS,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 96,
+    }
+    folder: Path = tmp_path_factory.mktemp("controlled")
+    with server(folder, engine=engine, live_controls=True) as found:
+        yield found
+
+
+@pytest.fixture
+def watched(running: Running) -> Iterator[Watched]:
+    """A page that sends requests itself, because its server has live controls."""
+    with chromium() as browser:
+        yield opened(browser, running)
+
+
+def opened(browser: Browser, running: Running) -> Watched:
+    watched = Watched(browser, running.url)
+    watched.page.wait_for_selector("#status[data-state=ready]")
+    watched.page.wait_for_selector("#rows .state.done", timeout=60_000)
+    return watched
+
+
+def test_a_step_back_leads_to_an_earlier_moment_from_within_a_step(watched: Watched) -> None:
+    watched.page.click("#pause")
+    found = watched.page.evaluate(MOVE_FROM_WITHIN_STEPS)
+    assert len(found["reached"]) > 10 and found["reached"] == found["expected"]
+    assert watched.errors == []
+
+
+def test_keys_work_while_a_tab_has_the_focus(watched: Watched) -> None:
+    page = watched.page
+    page.click("#tab-events")
+    page.keyboard.press("?")
+    assert page.locator("#help").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("#help").is_visible()
+    page.keyboard.press("ArrowRight")
+    assert page.get_attribute("#tab-try", "aria-selected") == "true"
+    assert not is_paused(page), "the arrow keys of a tab choose the next tab"
+
+
+def test_requests_of_a_button_are_seen_although_the_page_was_paused(watched: Watched) -> None:
+    page = watched.page
+    page.click("#tab-try")
+    page.click("#pause")
+    assert is_paused(page)
+    page.click("#traffic button:has-text('burst')")
+    page.wait_for_selector("body:not(.paused)")
+    assert page.inner_text("#traffic + .facts").startswith("Sent: twelve short prompts")
+
+
+def test_blocks_that_the_limit_withholds_are_named(watched: Watched) -> None:
+    page = watched.page
+    legend = page.locator("#wall-legend li:has-text('withheld')")
+    assert not legend.is_visible()
+    page.click("#tab-try")
+    page.evaluate(CHOOSE_BLOCK_LIMIT, LIMIT)
+    page.wait_for_selector("#wall-legend li:has-text('withheld')")
+    page.click("#traffic button:has-text('long replies')")
+    page.locator("#rows tr:has(.state.waiting)").first.click(timeout=60_000)
+    page.click("#pause")
+    # The limit grows to its value as blocks become free.
+    withheld = int(legend.inner_text().split()[0])
+    assert 0 < withheld <= NUM_BLOCKS - LIMIT
+    tips = list(watched.tips().values())
+    assert tips.count("withheld by the block limit") == withheld
+    if page.locator("#why .holders").count():
+        assert f"{withheld} blocks withheld by" in page.inner_text("#why .holders")
+    assert watched.errors == []
+
+
+def is_paused(page: Page) -> bool:
+    return "paused" in (page.get_attribute("body", "class") or "")
