@@ -179,9 +179,11 @@ def test_a_server_publishes_the_prompts_that_it_caches(tmp_path: Path) -> None:
             running.complete(prompt=prompt)
             reader.read_replay()
             assert reader.longest_prefix(prompt) == 96
+            # The idle engine publishes this at once and not with its next step.
             running.http.post("/flush_cache")
-            running.complete(prompt=[7])
-            reader.read_replay()
-            assert reader.longest_prefix(prompt) == 0
+            deadline = time.monotonic() + 60
+            while reader.longest_prefix(prompt):
+                assert time.monotonic() < deadline
+                reader.read_replay()
         finally:
             reader.close()

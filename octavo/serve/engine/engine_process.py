@@ -197,6 +197,8 @@ class EngineLoop:
             engine.stop(message.id, message.index)
         elif isinstance(message, ClearCache):
             engine.scheduler.clear_cache()
+            if self.kv_publisher is not None:
+                self.kv_publisher.flush()  # An idle engine has no next step that does it.
 
     def _abort(self, request_ids: list[str]) -> None:
         num_unsent = 0
