@@ -15,7 +15,7 @@ from octavo.cli.terminal import in_bytes
 from octavo.engine_options import EngineOptions
 from octavo.model_files import find_model_files
 from octavo.serve.limits import Limits
-from octavo.serve.ray_serve.ray_options import RayOptions
+from octavo.serve.ray_serve.ray_options import RayOptions, check_server_options
 from octavo.serve.serve_config import ServeConfig
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def serve(
 
 
 def serve_on_ray(config: ServeConfig, options: RayOptions) -> None:
+    check_server_options(config)
     report = PhaseReport()
     report("importing Ray", None)
     try:
@@ -69,7 +70,8 @@ def serve_on_ray(config: ServeConfig, options: RayOptions) -> None:
         )
 
     def say(port: int) -> None:
-        address = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        address = f"{config.scheme}://{host}:{port}"
         count = f"{options.replicas} replica" + ("" if options.replicas == 1 else "s")
         print(f"{config.name}: {count}\nready:   {address}/v1", flush=True)
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from octavo.cli import app
+from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 from octavo.option_declaration import flag_of, option_declarations
 from octavo.serve.ray_serve.ray_options import RayOptions
@@ -51,6 +52,48 @@ def test_every_option_reaches_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.exit_code == 0, result.output
         _, options = found.pop()
         assert getattr(options, name) == value != getattr(RayOptions(), name)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--uds", "octavo.sock"),
+        ("--grpc-port", "8001"),
+        ("--health-port", "8001"),
+        ("--kv-events-config", '{"enable_kv_cache_events": true}'),
+        ("--files-dir", "files"),
+        ("--live-controls",),
+        ("--record-trace", "trace.jsonl"),
+        ("--record-events", "events.jsonl"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_options_of_a_single_server_are_refused_before_ray_starts(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = serve("--ray", *arguments)
+    flag = arguments[0]
+    assert result.exit_code != 0
+    shown = result.output + str(result.exception)
+    assert f"{flag} cannot be used with --ray: remove {flag}" in shown
+
+
+def test_paths_are_absolute_for_processes_with_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deploy = pytest.importorskip("octavo.serve.ray_serve.deploy", exc_type=ImportError)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    engine = EngineOptions(tokenizer="model", kv_disk_path="disk")
+    config = ServeConfig(model="model", keys_file="keys.toml", ssl_certfile="cert", engine=engine)
+    found = deploy.with_absolute_paths(config)
+    paths = (found.model, found.keys_file, found.ssl_certfile, found.ssl_keyfile)
+    assert paths == (f"{tmp_path}/model", f"{tmp_path}/keys.toml", f"{tmp_path}/cert", None)
+    assert found.engine.tokenizer == f"{tmp_path}/model"
+    assert found.engine.kv_disk_path == f"{tmp_path}/disk"
+    hub = ServeConfig(model="Qwen/Qwen3-0.6B")
+    assert deploy.with_absolute_paths(hub).model == "Qwen/Qwen3-0.6B"
 
 
 def test_every_option_is_described() -> None:

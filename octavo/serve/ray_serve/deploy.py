@@ -25,10 +25,9 @@ from ray.serve.handle import DeploymentHandle
 
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
-from octavo.option_declaration import flag_of
 from octavo.serve.limits import Limits
 from octavo.serve.ray_serve.endpoint import ClusterEndpoint
-from octavo.serve.ray_serve.ray_options import RayOptions
+from octavo.serve.ray_serve.ray_options import RayOptions, check_server_options
 from octavo.serve.ray_serve.relay import Placement
 from octavo.serve.ray_serve.replica import Replica
 from octavo.serve.serve_config import ServeConfig
@@ -40,8 +39,6 @@ LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 # A replica that dies is replaced after this time, and its router learns of an engine's restart.
 CHECK_SECONDS = 2.0
 SHUTDOWN_SECONDS = 10.0  # The processes of a deployment have this time to end, after draining.
-# Options of ports, which several replicas on one node would have to share.
-NOT_ON_RAY = ("grpc_port", "health_port", "kv_events_config")
 PREFIX_ROUTER = "octavo.serve.ray_serve.prefix_router:PrefixRouter"
 TURN_ROUTER = "octavo.serve.ray_serve.prefix_router:TurnRouter"
 LOAD_POLICY = "octavo.serve.ray_serve.scaling:LoadPolicy"
@@ -100,10 +97,7 @@ class RayEndpoint(ClusterEndpoint):
 
 def application_of(config: ServeConfig, options: RayOptions) -> serve.Application:
     """Return the application: an endpoint on the head node, and replicas on any node."""
-    for name in NOT_ON_RAY:
-        if getattr(config, name) is not None:
-            flag = flag_of(ServeConfig, name)
-            raise InvalidRequest(f"{flag} cannot be used with --ray: remove {flag}", name)
+    check_server_options(config)
     stopping = config.drain_timeout + SHUTDOWN_SECONDS
     replicas = serve.deployment(
         RayReplica,
@@ -260,10 +254,25 @@ def connect(options: RayOptions, report: Callable[[str, float | None], None]) ->
 
 def with_absolute_paths(config: ServeConfig) -> ServeConfig:
     """Return the config for processes with another working directory."""
-    model = config.model
-    if model is not None and os.path.exists(model):
-        model = os.path.abspath(model)
-    keys_file = config.keys_file
-    if keys_file is not None:
-        keys_file = os.path.abspath(keys_file)
-    return replace(config, model=model, keys_file=keys_file)
+    engine = replace(
+        config.engine,
+        tokenizer=absolute_name(config.engine.tokenizer),
+        kv_disk_path=absolute(config.engine.kv_disk_path),
+    )
+    return replace(
+        config,
+        model=absolute_name(config.model),
+        keys_file=absolute(config.keys_file),
+        ssl_certfile=absolute(config.ssl_certfile),
+        ssl_keyfile=absolute(config.ssl_keyfile),
+        engine=engine,
+    )
+
+
+def absolute(path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(os.path.expanduser(path))
+
+
+def absolute_name(name: str | None) -> str | None:
+    """Return the path of a local model or tokenizer. Other names are those of the hub."""
+    return absolute(name) if name is not None and os.path.exists(name) else name

@@ -8,8 +8,24 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
+from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 from octavo.option_declaration import Option, check_options, flag_of, one_of, real, whole
+from octavo.serve.serve_config import ServeConfig
+
+# Options of a single server. Several replicas on one node would share the port or the file, or the
+# routes that use the option are not served with --ray.
+NOT_ON_RAY: dict[type, tuple[str, ...]] = {
+    ServeConfig: (
+        "uds",
+        "grpc_port",
+        "health_port",
+        "kv_events_config",
+        "files_dir",
+        "live_controls",
+    ),
+    EngineOptions: ("record_trace", "record_events"),
+}
 
 
 def address(name: str, value: Any) -> str:
@@ -148,3 +164,13 @@ class RayOptions:
         if given and not self.ray:
             flag = flag_of(RayOptions, given[0])
             raise InvalidRequest(f"{flag} has no effect without --ray: add --ray", given[0])
+
+
+def check_server_options(config: ServeConfig) -> None:
+    """Refuse the options of a server that replicas cannot have."""
+    for options in (config, config.engine):
+        group = type(options)
+        for name in NOT_ON_RAY[group]:
+            if getattr(options, name) != getattr(group, name):
+                flag = flag_of(group, name)
+                raise InvalidRequest(f"{flag} cannot be used with --ray: remove {flag}", name)
