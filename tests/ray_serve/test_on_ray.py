@@ -30,23 +30,45 @@ from tests.serve.running import NAME, ROOT, Running, free_port
 
 # The same tests as for one server. They use the fixtures `running` and `client` of this file.
 from tests.serve.test_openai_client import (  # noqa: F401
+    test_a_chat_that_echoes_its_last_message,
     test_a_stream_is_the_whole_reply_in_pieces,
+    test_best_of_returns_the_likeliest,
+    test_both_sides_of_a_prompt_can_be_cut,
     test_chat,
     test_chat_logprobs,
     test_completions_of_many_prompts,
+    test_echoed_prompt_logprobs_as_lm_eval_asks_for_them,
     test_errors_have_types_and_codes,
+    test_keys_without_a_value_are_null,
     test_many_streams_at_once_do_not_mix,
     test_models_are_listed_and_retrieved,
     test_n_choices_differ_and_share_the_prompt,
+    test_seeds_and_biases_and_penalties_are_heard,
     test_stop_strings_end_the_text,
+    test_the_fingerprint_is_that_of_the_settings,
     test_token_ids_of_a_chat,
+    test_token_ids_of_completions,
+    test_tokens_are_those_of_transformers,
+    test_tokens_as_ids_and_tokens_by_name,
     test_usage_in_every_chunk,
+)
+from tests.serve.test_structured import (  # noqa: F401
+    test_a_reply_parses_into_a_model,
+    test_json_object_and_what_max_tokens_cuts,
+    test_json_schema_whole_and_streamed,
+    test_n_choices_are_guided_each,
+    test_openai_raises_for_a_bad_schema_in_a_stream_too,
+    test_the_ways_to_say_it,
+    test_what_cannot_be_followed_is_a_400,
 )
 from tests.serve.test_tools import (  # noqa: F401
     test_a_forced_call_is_made_whatever_the_model_would_say,
     test_a_schema_that_cannot_be_followed_is_refused,
     test_an_answer_in_a_format_may_come_instead_of_a_call,
+    test_an_unknown_tool_is_told_which_there_are,
     test_odd_calls_in_a_conversation_never_break_the_server,
+    test_refused,
+    test_tools_are_for_chats,
 )
 from tests.serve.test_tracing import Collector, collector  # noqa: F401
 
