@@ -136,8 +136,9 @@ test-ray: $(RAY_READY)
 	@$(RAY)/bin/python -m pytest -m slow tests/ray_serve tests/serve/test_tracing.py $(ARGS)
 
 test-deploy: $(CLIENTS_READY)
-	@for program in prometheus promtool docker-compose kubectl; do command -v $$program > /dev/null || { \
-		echo "make test-deploy needs $$program: apt-get install prometheus docker-compose kubernetes-client" >&2; exit 1; }; done
+	@for needed in prometheus:prometheus promtool:prometheus docker-compose:docker-compose kubectl:kubernetes-client; do \
+		command -v $${needed%:*} > /dev/null || { \
+		echo "make test-deploy needs $${needed%:*}: apt-get install $${needed#*:}" >&2; exit 1; }; done
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r requirements-deploy.lock
 	@OCTAVO_VLLM_SOURCE=$(abspath $(SOURCE)) $(CLIENTS)/bin/python -m pytest -m slow tests/deploy $(ARGS)
 
