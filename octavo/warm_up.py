@@ -25,7 +25,9 @@ ROWS = {
 LONGEST_STEP = 0.05
 DRAFTED = {"cuda": (1, 8, 32), "cpu": (1, 4)}  # sequences that a measured pass drafts for
 MEASURED_STEPS = {"cuda": 5, "cpu": 3}
-MEASURED_DRAFTS = 2
+ROUNDS = 3  # how often each size is measured
+# Drafts in a measured step. One pass is a small difference of two times, so many are measured.
+MEASURED_DRAFTS = {"cuda": 2, "cpu": 6}
 
 
 def warm_up(engine: Engine, kind: str, part: int = 0, num_parts: int = 1) -> None:
@@ -53,25 +55,36 @@ def warm_up(engine: Engine, kind: str, part: int = 0, num_parts: int = 1) -> Non
 def measure_costs(engine: Engine, speculation: Speculation, kind: str) -> None:
     """Measure decode steps of several sizes and a pass of the device's drafter, because the best
     number of drafts depends on them."""
+    most = engine.scheduler.schedule.max_num_seqs
     costs = speculation.costs
     with speculation.fixed(0):
-        for num_rows in ROWS[kind]:
-            if num_rows > engine.scheduler.schedule.max_num_seqs:
-                break
-            seconds = decode_seconds(engine, num_rows, 1, MEASURED_STEPS[kind])
+        sizes = [num_rows for num_rows in ROWS[kind] if num_rows <= most]
+        for num_rows, seconds in shortest_steps(engine, sizes, num_tokens=1, kind=kind).items():
             costs.record(num_rows, seconds)
-            if seconds > LONGEST_STEP:
-                break
     if speculation.drafts_on_device:
-        num_drafts = min(MEASURED_DRAFTS, speculation.max_drafts)
+        num_drafts = min(MEASURED_DRAFTS[kind], speculation.max_drafts)
+        num_tokens = 1 + num_drafts
         with speculation.fixed(num_drafts):
-            for num_sequences in DRAFTED[kind]:
-                if num_sequences > engine.scheduler.schedule.max_num_seqs:
-                    break
-                num_tokens = 1 + num_drafts
-                seconds = decode_seconds(engine, num_sequences, num_tokens, MEASURED_STEPS[kind])
-                passes = Passes(num_drafts, num_sequences)
-                costs.record(num_tokens * num_sequences, seconds, passes)
+            sizes = [num_sequences for num_sequences in DRAFTED[kind] if num_sequences <= most]
+            steps = shortest_steps(engine, sizes, num_tokens=num_tokens, kind=kind)
+        for num_sequences, seconds in steps.items():
+            costs.record(num_tokens * num_sequences, seconds, Passes(num_drafts, num_sequences))
+
+
+def shortest_steps(
+    engine: Engine, sizes: list[int], num_tokens: int, kind: str
+) -> dict[int, float]:
+    """Return the shortest time of a decode step for each number of sequences. The sizes take turns,
+    so that another program slows all of them down alike."""
+    shortest: dict[int, float] = {}
+    for _ in range(ROUNDS):
+        for num_sequences in list(sizes):
+            seconds = decode_seconds(engine, num_sequences, num_tokens, MEASURED_STEPS[kind])
+            shortest[num_sequences] = min(seconds, shortest.get(num_sequences, seconds))
+            if seconds > LONGEST_STEP:
+                sizes = [size for size in sizes if size <= num_sequences]
+                break
+    return shortest
 
 
 def decode_seconds(engine: Engine, num_sequences: int, num_tokens: int, num_steps: int) -> float:

@@ -32,7 +32,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple
 
 from octavo.config import SpeculativeConfig
@@ -51,6 +50,8 @@ MIN_FOLLOWED_REPLY = 32
 MAX_UNUSED_STEPS = 8  # how many steps in a row are followed without drafts of the device
 MIN_FOLLOW_GAIN = 1.2  # steps are followed only if drafts should make decoding this much faster
 MIN_GAIN = 1.05  # the device drafts in a step only if this should make it this much faster
+MAX_GROWTH = 2.0  # A longer time than this multiple of the mean counts as this multiple.
+MAX_DRAFTED_STEPS = 32  # after so many steps with drafts in a row, one without drafts is measured
 
 
 @dataclass(slots=True)
@@ -73,6 +74,7 @@ class Speculation:
         self.acceptance = FIRST_ACCEPTANCE
         self.lookup_acceptance = FIRST_ACCEPTANCE
         self.unused_steps = 0  # steps followed in a row without drafts of the device
+        self.drafted_steps = 0  # decode steps with drafts in a row
         self.counters = DraftCounters([0] * config.num_tokens)
 
     @property
@@ -111,6 +113,7 @@ class Speculation:
         if plan.num_drafts and self.drafts_on_device:
             drafted = [item.num_drafts for i, item in enumerate(plan.items) if i not in plan.drafts]
             passes = Passes(max(drafted, default=0), sum(count > 0 for count in drafted))
+        self.drafted_steps = self.drafted_steps + 1 if plan.num_drafts else 0
         self.costs.observe(plan.num_tokens, event.seconds, passes)
 
     def follow(self, plan: Plan, sequences: Mapping[int, Sequence]) -> None:
@@ -200,12 +203,15 @@ class StepDrafts:
         # expected_tokens with 0, 1, 2... drafts of the sequence of the last propose()
         self._expected_with: list[float] = []
         self._needs_passes = False  # The device makes these drafts.
-        # What drafts cost is known only after a step without drafts has been measured.
+        # What drafts bring is known only if a step without drafts was measured not long ago.
         self._must_measure = self._lacks_baseline(num_decoding)
 
     def _lacks_baseline(self, num_decoding: int) -> bool:
-        steps = self.speculation.costs.steps
-        return self.speculation.adaptive and bool(steps.rows) and not steps.covers(num_decoding)
+        speculation = self.speculation
+        steps = speculation.costs.steps
+        if not speculation.adaptive or not steps.rows:
+            return False
+        return speculation.drafted_steps >= MAX_DRAFTED_STEPS or not steps.covers(num_decoding)
 
     def propose(self, seq: Sequence, room: int) -> tuple[array[int] | None, int]:
         """Return drafts for a sequence and how many are worth verifying, at most `room`. The drafts
@@ -303,11 +309,18 @@ NO_PASSES = Passes(0, 0)
 class StepCosts:
     """Seconds of a decode step by its number of rows (tokens computed), and of one pass of the
     device's drafter by its number of sequences, measured. A pass includes its share of following
-    the step."""
+    the step.
+
+    Other programs slow a machine down for a while, and the warm-up may have met another while. So
+    the time of a step counts in relation to how much longer the last steps took than expected."""
+
+    MIN_PASS_SHARE = 0.005  # A pass counts as at least this share of its step, so it is never free.
+    SLOWDOWN_WEIGHT = 0.2  # the weight of one step in the running mean of the slowdown
 
     def __init__(self) -> None:
         self.steps = CostTable()
         self.passes = CostTable()
+        self.slowdown = 1.0  # time of the last steps, as a multiple of what was expected
 
     def record(self, num_rows: int, seconds: float, passes: Passes = NO_PASSES) -> None:
         """Store a careful measurement, for which the machine did nothing else."""
@@ -322,17 +335,23 @@ class StepCosts:
         """Count a step of a running engine."""
         if seconds <= 0.0:
             return
+        if self.steps.rows:
+            ratio = min(seconds / self.seconds(num_rows, passes), MAX_GROWTH * self.slowdown)
+            self.slowdown += self.SLOWDOWN_WEIGHT * (ratio - self.slowdown)
+        usual_seconds = seconds / self.slowdown
         if passes.number:
-            self.passes.observe(passes.num_sequences, self._of_pass(num_rows, seconds, passes))
+            pass_seconds = self._of_pass(num_rows, usual_seconds, passes)
+            self.passes.observe(passes.num_sequences, pass_seconds)
         else:
-            self.steps.observe(num_rows, seconds)
+            self.steps.observe(num_rows, usual_seconds)
 
     def _of_pass(self, num_rows: int, seconds: float, passes: Passes) -> float:
         """Return the seconds of one pass in a step that took `seconds`."""
-        return max(seconds - self.steps.estimate(num_rows), 0.0) / passes.number
+        least = self.MIN_PASS_SHARE * seconds
+        return max((seconds - self.steps.estimate(num_rows)) / passes.number, least)
 
     def seconds(self, num_rows: int, passes: Passes = NO_PASSES) -> float:
-        """Estimate a step. Nothing measured: 1."""
+        """Estimate a step without the slowdown. Nothing measured: 1."""
         seconds = self.steps.estimate(num_rows) or 1.0
         if passes.number:
             seconds += passes.number * self.passes.estimate(passes.num_sequences)
@@ -342,19 +361,20 @@ class StepCosts:
 class CostTable:
     """Measured seconds by a number of rows.
 
-    A size never counts as more expensive than a larger one. Otherwise a disturbance during the
-    first step of a size would make it look expensive for ever, because it would never be used
-    again."""
+    A size never counts as more expensive than a larger one: where the means fall, all sizes in
+    question get their common mean, weighted by the number of measurements (isotonic regression).
+    Otherwise a disturbance during the first step of a size would make it look expensive for ever,
+    because it would never be used again."""
 
-    MIN_WEIGHT = 0.1  # least weight of a new measurement in a running mean
-    MAX_GROWTH = 2.0  # A longer time than this multiple of the mean counts as this multiple.
+    MAX_COUNT = 20  # the most measurements that count in a running mean
+    RECORDED_COUNT = 5  # A careful measurement counts as this many.
     FORGETTING = 0.002
 
     def __init__(self) -> None:
         self.rows: list[int] = []  # measured, in order
         self.means: list[float] = []
         self.counts: list[int] = []  # measurements in each mean
-        self.costs: list[float] = []  # The smallest mean of this size and all larger ones.
+        self.costs: list[float] = []  # the means, so that they never fall
 
     def forget(self) -> None:
         """Lower all means a little, so that a size that seemed too expensive is tried again."""
@@ -366,36 +386,39 @@ class CostTable:
         """Store a careful measurement of a size."""
         index = self._place(num_rows, seconds)
         self.means[index] = seconds
-        self._update_costs(index)
+        self.counts[index] = self.RECORDED_COUNT
+        self._update_costs()
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Count a step. The mean of a new size begins with what was expected of it."""
         index = self._place(num_rows, self.estimate(num_rows) or seconds)
         mean = self.means[index]
-        self.counts[index] += 1
-        weight = max(self.MIN_WEIGHT, 1.0 / self.counts[index])
-        self.means[index] += weight * (min(seconds, self.MAX_GROWTH * mean) - mean)
-        self._update_costs(index)
+        self.counts[index] = min(self.counts[index] + 1, self.MAX_COUNT)
+        self.means[index] += (min(seconds, MAX_GROWTH * mean) - mean) / self.counts[index]
+        self._update_costs()
 
     def _place(self, num_rows: int, seconds: float) -> int:
         """Return the index of a size. A new size is inserted."""
+        num_rows = rounded_size(num_rows)
         index = bisect_left(self.rows, num_rows)
         if index == len(self.rows) or self.rows[index] != num_rows:
             self.rows.insert(index, num_rows)
             self.means.insert(index, seconds)
             self.counts.insert(index, 1)
-            self.costs.insert(index, seconds)
         return index
 
-    def _update_costs(self, changed: int) -> None:
-        """Compute the costs anew, from the mean that has changed to smaller sizes."""
-        larger = self.costs[changed + 1] if changed + 1 < len(self.costs) else inf
-        for index in range(changed, -1, -1):
-            cost = min(self.means[index], larger)
-            if index < changed and cost == self.costs[index]:
-                return
-            self.costs[index] = cost
-            larger = cost
+    def _update_costs(self) -> None:
+        """Join neighbouring sizes to groups until the means of the groups rise."""
+        groups: list[tuple[float, int, int]] = []  # mean, measurements, sizes
+        for mean, count in zip(self.means, self.counts, strict=True):
+            size = 1
+            while groups and groups[-1][0] > mean:
+                other_mean, other_count, other_size = groups.pop()
+                mean = (mean * count + other_mean * other_count) / (count + other_count)
+                count += other_count
+                size += other_size
+            groups.append((mean, count, size))
+        self.costs = [mean for mean, _, size in groups for _ in range(size)]
 
     def covers(self, num_rows: int) -> bool:
         """Return whether a size near this one has been measured."""
@@ -424,6 +447,12 @@ class CostTable:
         rows_between = self.rows[-1] - self.rows[-2]
         slope = (self.costs[-1] - self.costs[-2]) / rows_between
         return self.costs[-1] + slope * (num_rows - self.rows[-1])
+
+
+def rounded_size(num_rows: int) -> int:
+    """Round a size up to four binary digits, so that a table has few sizes."""
+    step = 1 << max(num_rows.bit_length() - 4, 0)
+    return -(-num_rows // step) * step
 
 
 def host_drafter(config: SpeculativeConfig) -> HostDrafter | None:
