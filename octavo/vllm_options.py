@@ -326,8 +326,6 @@ SERVER_NO_EFFECT: dict[str, Any] = {
     "enable_request_id_headers": False,
     "disable_fastapi_docs": False,
     "enable_offline_docs": False,
-    "enable_ssl_refresh": False,
-    "ssl_ciphers": None,
     "h11_max_incomplete_event_size": None,
     "h11_max_header_count": None,
     "fingerprint_mode": "full",
@@ -339,10 +337,7 @@ SERVER_NO_EFFECT: dict[str, Any] = {
 }
 SERVER_REFUSED = (
     RefusedOptions("add --allowed-origin URL for each origin", {"allowed_origins": ["*"]}),
-    RefusedOptions(
-        "put a proxy that checks client certificates before the server",
-        {"ssl_ca_certs": None, "ssl_cert_reqs": 0},
-    ),
+    RefusedOptions("restart the server to read a new certificate", {"enable_ssl_refresh": False}),
     RefusedOptions("put a proxy with such middleware before the server", {"middleware": []}),
     RefusedOptions("replies of the model have the role assistant", {"response_role": "assistant"}),
     RefusedOptions("give --tool-parser package.module:NAME", {"tool_parser_plugin": ""}),

@@ -112,6 +112,30 @@ class ServeConfig:
             check=path,
         ),
     ] = None
+    ssl_ca_certs: Annotated[
+        str | None,
+        Option(
+            "File with the certificate authorities of clients, for --ssl-cert-reqs.",
+            metavar="FILE",
+            check=path,
+        ),
+    ] = None
+    ssl_cert_reqs: Annotated[
+        int,
+        Option(
+            "0 ignores the certificates of clients, 1 checks a certificate that a client sends, "
+            "and 2 also refuses clients that send none.",
+            metavar="0..2",
+            check=whole(0, 2),
+        ),
+    ] = 0
+    ssl_ciphers: Annotated[
+        str | None,
+        Option(
+            "Ciphers of TLS 1.2 and earlier, in the notation of OpenSSL.",
+            metavar="LIST",
+        ),
+    ] = None
     grpc_port: Annotated[
         int | None,
         Option("Also serve gRPC on this port.", metavar="1..65535", check=given_port),

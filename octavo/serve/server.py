@@ -25,6 +25,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from octavo.errors import OctavoError
+from octavo.option_declaration import flag_of
 from octavo.serve.api import api_errors
 from octavo.serve.endpoints.application import Table, application
 from octavo.serve.endpoints.batch_runner import BatchRunner
@@ -141,8 +142,10 @@ def listen_unix(file: str) -> socket.socket:
 def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
     """Return what encrypts connections, or None without a certificate."""
     if config.ssl_certfile is None:
-        if config.ssl_keyfile is not None:
-            raise ServeError("--ssl-keyfile needs the certificate too: add --ssl-certfile FILE")
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
+            if getattr(config, name):
+                flag = flag_of(ServeConfig, name)
+                raise ServeError(f"{flag} needs the certificate too: add --ssl-certfile FILE")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
@@ -152,7 +155,26 @@ def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
             f"cannot use the certificate {config.ssl_certfile} with the key "
             f"{config.ssl_keyfile or 'in the same file'}: {error}"
         ) from None
+    check_clients(context, config)
+    if config.ssl_ciphers is not None:
+        try:
+            context.set_ciphers(config.ssl_ciphers)
+        except ssl.SSLError as error:
+            raise ServeError(f"cannot use --ssl-ciphers {config.ssl_ciphers}: {error}") from None
     return context
+
+
+def check_clients(context: ssl.SSLContext, config: ServeConfig) -> None:
+    """Set which certificates clients must have."""
+    if config.ssl_ca_certs is None:
+        if config.ssl_cert_reqs:
+            raise ServeError("--ssl-cert-reqs needs authorities: add --ssl-ca-certs FILE")
+        return
+    try:
+        context.load_verify_locations(config.ssl_ca_certs)
+    except (OSError, ssl.SSLError) as error:
+        raise ServeError(f"cannot use --ssl-ca-certs {config.ssl_ca_certs}: {error}") from None
+    context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
 
 
 def listen(config: ServeConfig) -> socket.socket:

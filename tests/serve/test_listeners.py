@@ -3,6 +3,7 @@ proxy."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import ssl
 import subprocess
@@ -38,31 +39,66 @@ def test_a_unix_socket_below_a_path_with_a_key(tmp_path: Path) -> None:
             assert running.get("/other/version", headers=key).status_code == 404
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_https(tmp_path: Path) -> None:
-    certificate = tmp_path / "cert.pem"
-    key = tmp_path / "key.pem"
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The options of a certificate that signs itself, so it is its own authority too."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = str(folder / "cert.pem"), str(folder / "key.pem")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *subject]
     subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    trusted = ssl.create_default_context(cafile=str(certificate))
+    return {"ssl_certfile": certificate, "ssl_keyfile": key}
 
-    def client(port: int) -> httpx.Client:
-        return httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trusted, timeout=30)
 
-    config = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
-    with server(tmp_path, ready=False, client=client, **config) as running:
+def connect(port: int, trusted: ssl.SSLContext) -> httpx.Client:
+    return httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trusted, timeout=30)
+
+
+def test_https(tmp_path: Path, certificate: dict[str, str]) -> None:
+    trusted = ssl.create_default_context(cafile=certificate["ssl_certfile"])
+    client = functools.partial(connect, trusted=trusted)
+    with server(tmp_path, ready=False, client=client, **certificate) as running:
         assert running.get("/livez").status_code == 200
         with pytest.raises(httpx.HTTPError):  # It speaks no plain HTTP.
             httpx.get(f"http://127.0.0.1:{running.port}/livez", timeout=5)
 
 
-def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
+def test_clients_must_have_a_certificate(tmp_path: Path, certificate: dict[str, str]) -> None:
+    authority = certificate["ssl_certfile"]
+    anyone = ssl.create_default_context(cafile=authority)
+    known = ssl.create_default_context(cafile=authority)
+    known.load_cert_chain(authority, certificate["ssl_keyfile"])
+    client = functools.partial(connect, trusted=known)
+    config = {**certificate, "ssl_ca_certs": authority, "ssl_cert_reqs": 2}
+    with server(tmp_path, ready=False, client=client, **config) as running:
+        assert running.get("/livez").status_code == 200
+        with connect(running.port, anyone) as other, pytest.raises(httpx.HTTPError):
+            other.get("/livez")
+
+
+def test_ciphers_are_those_of_the_option(certificate: dict[str, str]) -> None:
+    wanted = "ECDHE-RSA-AES256-GCM-SHA384"
+    context = tls_context(ServeConfig(**certificate, ssl_ciphers=wanted))
+    assert context is not None
+    names = [cipher["name"] for cipher in context.get_ciphers()]
+    assert [name for name in names if not name.startswith("TLS_")] == [wanted]  # TLS_: of TLS 1.3
+
+
+def test_certificates_that_cannot_be_used(tmp_path: Path, certificate: dict[str, str]) -> None:
     assert tls_context(ServeConfig()) is None
-    with pytest.raises(ServeError, match="add --ssl-certfile"):
-        tls_context(ServeConfig(ssl_keyfile="key.pem"))
-    with pytest.raises(ServeError, match="cannot use the certificate"):
-        tls_context(ServeConfig(ssl_certfile=str(tmp_path / "no.pem")))
+    missing = str(tmp_path / "no.pem")
+    for options, message in (
+        ({"ssl_keyfile": "key.pem"}, "--ssl-keyfile needs .* add --ssl-certfile"),
+        ({"ssl_cert_reqs": 2}, "--ssl-cert-reqs needs .* add --ssl-certfile"),
+        ({"ssl_certfile": missing}, "cannot use the certificate"),
+        ({**certificate, "ssl_ca_certs": missing}, "cannot use --ssl-ca-certs"),
+        ({**certificate, "ssl_cert_reqs": 1}, "add --ssl-ca-certs FILE"),
+        ({**certificate, "ssl_ciphers": "none at all"}, "cannot use --ssl-ciphers"),
+    ):
+        with pytest.raises(ServeError, match=message):
+            tls_context(ServeConfig(**options))
 
 
 def test_a_file_that_is_no_socket_is_kept(tmp_path: Path) -> None:

@@ -265,6 +265,7 @@ def with_absolute_paths(config: ServeConfig) -> ServeConfig:
         keys_file=absolute(config.keys_file),
         ssl_certfile=absolute(config.ssl_certfile),
         ssl_keyfile=absolute(config.ssl_keyfile),
+        ssl_ca_certs=absolute(config.ssl_ca_certs),
         engine=engine,
     )
 
