@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import octavo
 from octavo import LLM, AsyncEngineArgs, EngineArgs, LLMEngine, SamplingParams
 from octavo.compat.async_llm import AsyncLLM
 from octavo.compat.engine_args import FlexibleArgumentParser
-from octavo.compat.vllm_modules import MISSING, MODULES
+from octavo.compat.vllm_modules import MISSING, MODULES, PROGRAMS
 from octavo.config import VllmConfig
 from octavo.errors import InvalidRequest
 from octavo.llm import MISSING_METHODS
@@ -66,6 +68,18 @@ def test_a_module_that_is_not_supported_says_why() -> None:
     for module, reason in MISSING.items():
         with pytest.raises(ModuleNotFoundError, match=reason.partition(":")[0][:40]):
             importlib.import_module(module)
+
+
+@pytest.mark.parametrize(("program", "command"), PROGRAMS.items())
+def test_programs_of_vllm_run_commands_of_octavo(program: str, command: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", program, "--no-such-option"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert f"octavo {command}" in found.stderr and "No such option" in found.stderr
 
 
 def test_methods_that_are_not_supported_are_refused_by_name(llm: LLM) -> None:

@@ -29,7 +29,8 @@ class OneLine(logging.Formatter):
         return f"{record.levelname.lower()}: {record.getMessage()}{reason}"
 
 
-def main() -> None:
+def main(program: str | None = None) -> None:
+    """Run the command of sys.argv. Help texts and errors call it `program`."""
     arguments = sys.argv[1:]
     # Input may contain invalid bytes, and a terminal may lack some characters.
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -45,7 +46,7 @@ def main() -> None:
 
     is_known = bool(arguments) and arguments[0] in COMMANDS
     try:
-        application(arguments[:1] if is_known else COMMANDS)()
+        application(arguments[:1] if is_known else COMMANDS)(prog_name=program)
     finally:
         status.end()
 

@@ -19,6 +19,14 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
         torch.cuda.empty_cache()
 
 
+def destroy_model_parallel() -> None:
+    """Do nothing: an LLM object ends the processes of its ranks itself, in LLM.close."""
+
+
+def destroy_distributed_environment() -> None:
+    """Do nothing, like destroy_model_parallel."""
+
+
 def init_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 

@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 ENGINE_ARGS = "octavo.compat.engine_args"
@@ -21,6 +21,13 @@ METRICS = "octavo.llm_metrics"
 PARAMS = "octavo.params"
 PROMPTS = "octavo.compat.prompts"
 PROCESSORS = "octavo.runner.logits_processors"
+
+# vLLM's programs, and the command of Octavo that `python -m PROGRAM` runs in the file.
+PROGRAM_FILE = "octavo.cli.vllm_program"
+PROGRAMS = {
+    "octavo.entrypoints.openai.api_server": "serve",
+    "octavo.entrypoints.openai.run_batch": "run-batch",
+}
 
 # vLLM's module, and for each of its names the module of Octavo that has it.
 MODULES: dict[str, dict[str, str]] = {
@@ -34,6 +41,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "octavo.pooling_params": {"PoolingParams": "octavo.pooling"},
     "octavo.inputs": {"TextPrompt": PROMPTS, "TokensPrompt": PROMPTS, "PromptType": PROMPTS},
+    "octavo.inputs.data": {"TextPrompt": PROMPTS, "TokensPrompt": PROMPTS},
     "octavo.beam_search": {"BeamSearchOutput": "octavo.outputs"},
     "octavo.logprobs": {"Logprob": "octavo.outputs"},
     "octavo.sequence": {"Logprob": "octavo.outputs", "RequestMetrics": "octavo.outputs"},
@@ -43,6 +51,8 @@ MODULES: dict[str, dict[str, str]] = {
     "octavo.engine.async_llm_engine": {"AsyncLLMEngine": "octavo.compat.async_llm:AsyncLLM"},
     "octavo.entrypoints": {},
     "octavo.entrypoints.llm": {"LLM": "octavo.llm"},
+    "octavo.entrypoints.openai": {},
+    **{program: {} for program in PROGRAMS},
     "octavo.entrypoints.launcher": {"serve_http": HTTP_SERVER},
     "octavo.entrypoints.launchers": {},
     "octavo.entrypoints.launchers.launcher": {"serve_http": HTTP_SERVER},
@@ -87,7 +97,11 @@ MODULES: dict[str, dict[str, str]] = {
     "octavo.utils.torch_utils": {"set_random_seed": ENVIRONMENT},
     "octavo.utils.print_utils": {"print_embeddings": ENVIRONMENT},
     "octavo.distributed": {"cleanup_dist_env_and_memory": ENVIRONMENT},
-    "octavo.distributed.parallel_state": {"cleanup_dist_env_and_memory": ENVIRONMENT},
+    "octavo.distributed.parallel_state": {
+        "cleanup_dist_env_and_memory": ENVIRONMENT,
+        "destroy_model_parallel": ENVIRONMENT,
+        "destroy_distributed_environment": ENVIRONMENT,
+    },
     "octavo.platforms": {"current_platform": ENVIRONMENT},
     "octavo.logger": {"init_logger": ENVIRONMENT},
     "octavo.version": {"__version__": "octavo"},
@@ -116,7 +130,7 @@ class VllmModules:
         if name not in MODULES:
             return None
         loader: Any = self
-        return ModuleSpec(name, loader, origin="octavo.compat", is_package=True)
+        return ModuleSpec(name, loader, origin="octavo.compat", is_package=name not in PROGRAMS)
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
@@ -126,6 +140,16 @@ class VllmModules:
             return load_name(module.__name__, name)
 
         vars(module).update(__getattr__=load, __all__=list(MODULES[module.__name__]))
+
+    def get_code(self, name: str) -> CodeType | None:
+        """Return what `python -m NAME` runs."""
+        if name not in PROGRAMS:
+            raise ImportError(f"{name} is not a program", name=name)
+        from importlib.util import find_spec
+
+        spec: Any = find_spec(PROGRAM_FILE)
+        code: CodeType | None = spec.loader.get_code(PROGRAM_FILE)
+        return code
 
 
 def load_name(module: str, name: str) -> Any:

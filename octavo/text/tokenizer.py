@@ -309,8 +309,24 @@ class Tokenizer:
         return self._special_id("unk_token")
 
     @property
+    def pad_token(self) -> str | None:
+        return self.specials.get("pad_token")
+
+    @property
+    def unk_token(self) -> str | None:
+        return self.specials.get("unk_token")
+
+    @property
     def all_special_ids(self) -> list[int]:
         return sorted(self.special_ids)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return [self.token_str(token_id) for token_id in self.all_special_ids]
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self.get_vocab()
 
     def __len__(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
@@ -318,6 +334,16 @@ class Tokenizer:
     def get_vocab(self) -> dict[str, int]:
         """Return the id of every token by its text, including added tokens."""
         return self.backend.get_vocab(with_added_tokens=True)
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """Return the id of every added token by its text."""
+        added_tokens = self.backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in sorted(added_tokens.items())}
+
+    def tokenize(self, text: str) -> list[str]:
+        """Return the tokens of a text as they are written in the vocabulary."""
+        tokens: list[str] = self.convert_ids_to_tokens(self.encode(text, False))
+        return tokens
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
         """Return the id of a token, or the ids of several.

@@ -316,10 +316,15 @@ def test_a_tokenizer_answers_to_transformers_names(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "the fox"}]
     pair = ["the<|im_end|>", "a longer fox"]
     ids = [[5, 6, 1], [7]]
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "eos_token"):
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         assert getattr(ours, name) == getattr(theirs, name), name
-    assert len(ours) == len(theirs) and ours.get_vocab() == theirs.get_vocab()
+        assert getattr(ours, f"{name}_id") == getattr(theirs, f"{name}_id"), name
+    assert len(ours) == len(theirs)
+    assert ours.get_vocab() == ours.vocab == theirs.get_vocab()
+    assert ours.get_added_vocab() == theirs.get_added_vocab()
     assert sorted(ours.all_special_ids) == sorted(theirs.all_special_ids)
+    assert sorted(ours.all_special_tokens) == sorted(theirs.all_special_tokens)
+    assert ours.tokenize("the<|im_end|> fox") == theirs.tokenize("the<|im_end|> fox")
     for text in ("the<|im_end|>", pair):
         assert ours(text).input_ids == theirs(text).input_ids
         assert ours(text)["attention_mask"] == theirs(text)["attention_mask"]
