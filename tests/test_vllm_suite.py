@@ -10,6 +10,7 @@ import pytest
 from tests.vllm_suite.__main__ import rows_of, write_result
 from tests.vllm_suite.example_list import LEFT_OUT, OFFLINE, ONLINE, rule_of, unlisted
 from tests.vllm_suite.examples import rewrite
+from tests.vllm_suite.examples import write_result as write_examples
 from tests.vllm_suite.reasons import REASONS, reason_of
 from tools.tables import vllm_examples, vllm_tests
 
@@ -80,6 +81,17 @@ def test_a_reason_names_a_file_and_is_found(pattern: str) -> None:
     file, _, test = pattern.partition("::")
     assert file.endswith(".py")
     assert reason_of(file, test.replace("*", "[any]")) == REASONS[pattern]
+
+
+def test_a_result_is_partial_unless_one_run_has_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.vllm_suite.examples.run_git", lambda *_: "c0ffee")
+    path = tmp_path / "result.json"
+    first, *others = [{"example": name, "kind": "any"} for name in (*OFFLINE, *ONLINE)]
+    for rows, partial in (([first], True), (others, True), ([first, *others], False)):
+        write_examples(path, tmp_path, rows)
+        assert json.loads(path.read_text())["partial"] == partial
 
 
 def test_results_of_other_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

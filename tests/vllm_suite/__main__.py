@@ -104,15 +104,15 @@ def rows_of(file: str, found: dict[str, Outcome]) -> list[dict[str, str]]:
 
 
 def write_result(path: Path, source: Path, rows: list[dict[str, str]]) -> None:
-    """Write rows, and those that the file has of other test files."""
+    """Write rows, and those that the file has of other test files. `partial` tells of such rows."""
     origin = provenance()
     origin["command"] = "python -m tests.vllm_suite --source CLONE"
     commit = run_git(source, "rev-parse", "--short=10", "HEAD")
     replaced = {row["file"] for row in rows}
+    partial = not {*SERVER_TESTS} <= replaced
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = [*(row for row in kept if row["file"] not in replaced), *rows]
     rows.sort(key=lambda row: row["file"])
-    partial = not {*SERVER_TESTS} <= {row["file"] for row in rows}
     result = {"provenance": origin, "vllm_commit": commit, "partial": partial, "rows": rows}
     path.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -169,15 +169,15 @@ def run_example(source: Path, name: str, folder: Path, model: Path, seconds: int
 
 
 def write_result(path: Path, source: Path, rows: list[Row]) -> None:
-    """Write rows, and those that the file has of other examples."""
+    """Write rows, and those that the file has of other examples. `partial` tells of such rows."""
     origin = provenance()
     origin["command"] = "python -m tests.vllm_suite.examples --source CLONE"
     commit = run_git(source, "rev-parse", "--short=10", "HEAD")
     replaced = {row["example"] for row in rows}
+    partial = not {*OFFLINE, *ONLINE} <= replaced
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = [*(row for row in kept if row["example"] not in replaced), *rows]
     rows.sort(key=lambda row: (row["kind"], row["example"]))
-    partial = not {*OFFLINE, *ONLINE} <= {row["example"] for row in rows}
     result = {"provenance": origin, "vllm_commit": commit, "partial": partial, "rows": rows}
     path.write_text(json.dumps(result, indent=1) + "\n")
 
