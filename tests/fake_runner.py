@@ -157,7 +157,7 @@ class FakeRunner:
         self.sampled.append(tokens)
         result = StepResult(
             tokens,
-            logprobs,
+            logprobs if any(logprobs) else None,
             prompt_logprobs,
             attention_mass=mass,
             pooled=pooled,

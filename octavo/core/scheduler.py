@@ -48,6 +48,7 @@ from octavo.core.prompt_results import add_states, pooled_output, store_prompt_l
 from octavo.core.queues import Queues, by_rank, fill_slot
 from octavo.core.repetition import REPETITION_DETECTED, is_repeating
 from octavo.core.request_checks import new_sequence
+from octavo.core.sampled_tokens import advance_guide, is_usual_token, may_stop
 from octavo.core.scheduler_reports import SchedulerReports
 from octavo.core.speculation import Speculation, StepDrafts, allowed_drafts, useful_drafts
 from octavo.core.step_shape import StepShape, StepShaper, piggybacks
@@ -57,7 +58,6 @@ from octavo.events import EventLog, StepLanded
 from octavo.types import (
     DiskWait,
     DraftCount,
-    Guide,
     Item,
     Output,
     Plan,
@@ -767,33 +767,3 @@ class Scheduler:
         self.groups.remove(seq)
         if self.speculation is not None and self.speculation.drafter is not None:
             self.speculation.drafter.finished(seq)
-
-
-def may_stop(seq: Sequence) -> bool:
-    """Return whether a stop token ends the sequence: min_tokens holds unless a guide decides."""
-    return seq.num_generated >= seq.params.min_tokens or seq.guide is not None
-
-
-def advance_guide(guide: Guide, token: int, ended: bool) -> None:
-    """Advance a guide by a token that the sequence generated. Raises GuideError if it was not
-    allowed."""
-    if not guide.mask[token >> 3] >> (token & 7) & 1:
-        raise GuideError(
-            f"the model gave token {token}, which structured_outputs do not allow here"
-        )
-    if not ended:
-        guide.accept(token)
-
-
-def is_usual_token(seq: Sequence, token: int) -> bool:
-    """Return whether a token neither ends a sequence nor is its first one, and is looked at by
-    nothing. Most tokens are usual, and committing them on a path of their own takes a tenth less
-    time per step."""
-    return (
-        token not in seq.stop_ids
-        and len(seq.tokens) + 1 < seq.position_limit
-        and seq.first_token_at is not None
-        and seq.guide is None
-        and seq.beam is None
-        and seq.repetition is None
-    )
