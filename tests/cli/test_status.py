@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import select
+import subprocess
 import sys
+import time
 import weakref
 
 import pytest
 
 from octavo.cli import status
+from octavo.cli.commands import COMMANDS
+
+MOST_SECONDS = 0.3
 
 
 class Terminal(io.StringIO):
@@ -30,3 +38,31 @@ def test_the_stream_that_a_first_print_replaces_stays_alive(
     print("text")
     assert sys.stdout is terminal and wrapper() is not None
     assert terminal.getvalue() == "text\n"
+
+
+def seconds_until_first_output(*arguments: str) -> float:
+    """Run a command on a terminal. Returns how long the terminal stays empty."""
+    terminal, end = pty.openpty()
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "octavo", *arguments]
+    process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end)
+    os.close(end)
+    try:
+        assert select.select([terminal], [], [], 30)[0], "the command prints nothing"
+        seconds = time.monotonic() - begun
+        assert f"octavo {arguments[0]}: starting" in os.read(terminal, 1000).decode()
+        return seconds
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_shows_a_status_line_at_once(name: str) -> None:
+    """Other programs can delay a command, so the fastest of several starts counts."""
+    for _ in range(10):
+        seconds = seconds_until_first_output(name, "--no-such-option")
+        if seconds < MOST_SECONDS:
+            return
+    raise AssertionError(f"the first output appears after {seconds:.2f} s")
