@@ -90,7 +90,7 @@ def _record(llm: LLM, scenario: Scenario) -> bytes:
     engine = llm.engine
     parts: list[bytes] = []
     stream = llm.streams.stream_of(engine)
-    stream.about["model"] = scenario.name
+    stream.about["model"] = f"run: {scenario.name}"
     stream.open(lambda lines, is_start: parts.append(lines))
     pending = sorted(enumerate(scenario.arrivals), key=lambda entry: entry[1].at)
     stops = {_id(index): arrival.stops_after for index, arrival in enumerate(scenario.arrivals)}

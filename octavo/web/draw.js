@@ -156,8 +156,12 @@ export function short(request) {
 // ---- tips ---------------------------------------------------------------------------------------
 
 const tip = byId("tip");
+let tipped = null; // What the tip belongs to: { x, y, words }.
 
-export function showTip(x, y, text) {
+// Shows a tip at this place of the window while `words()` returns a text.
+export function showTip(x, y, words) {
+  tipped = { x, y, words };
+  const text = words();
   tip.hidden = !text;
   if (!text) return;
   tip.textContent = text;
@@ -165,16 +169,29 @@ export function showTip(x, y, text) {
   tip.style.top = `${y + 18 + tip.offsetHeight > innerHeight ? y - tip.offsetHeight - 10 : y + 18}px`;
 }
 
-export const hideTip = () => (tip.hidden = true);
+export function hideTip() {
+  tip.hidden = true;
+  tipped = null;
+}
+
+// Changes the words of the tip if they are other ones by now.
+export function refreshTip() {
+  if (!tipped) return;
+  const text = tip.hidden ? "" : tip.textContent;
+  if (tipped.words() !== text) showTip(tipped.x, tipped.y, tipped.words);
+}
 
 // Shows a tip beside the pointer while `words(x, y)` returns a text. A tap shows it, too.
 export function explain(target, words) {
   const show = (event) => {
     const box = target.getBoundingClientRect();
-    showTip(event.clientX, event.clientY, words(event.clientX - box.left, event.clientY - box.top));
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    showTip(event.clientX, event.clientY, () => words(x, y));
   };
   target.addEventListener("pointermove", show);
   target.addEventListener("pointerdown", show);
   target.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && hideTip());
+  target.addEventListener("blur", hideTip);
 }
 addEventListener("scroll", hideTip, true);
+addEventListener("keydown", ({ key }) => key === "Escape" && hideTip(), true);

@@ -3,7 +3,7 @@
 
 import { chip } from "./colours.js";
 import { byId, changes, count, element, setChildren } from "./draw.js";
-import { GROUPS, KINDS, describe, nameOfStep } from "./words.js";
+import { GROUPS, KINDS, describe, wordsOfStep } from "./words.js";
 
 const LINES = 250;
 const SEARCHED = 20000; // Events that are listed, and that are searched for them.
@@ -73,7 +73,8 @@ function line(event, index, seq, names, history) {
   const [group, word] = KINDS[event.kind];
   const item = element("li", `g-${group} k-${event.kind}`);
   const number = element("span", "number", event.number ? count(event.number) : "");
-  const step = element("span", "step", nameOfStep(event.step, history.engineAt(index)));
+  const [words, which] = wordsOfStep(event.step, history.engineAt(index));
+  const step = element("span", "step", words, element("span", "engine", which));
   const text = element("span", "text");
   if (seq) text.append(chip(seq), " ");
   text.append(describe(event, (id) => names.letters(id)));

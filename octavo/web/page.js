@@ -5,7 +5,16 @@
 // the cursor is the latest event that was known when the round of drawing began (rounds.js).
 
 import { letters } from "./colours.js";
-import { byId, element, onTheme, plural, readColours, setText } from "./draw.js";
+import {
+  byId,
+  count,
+  element,
+  onTheme,
+  plural,
+  readColours,
+  refreshTip,
+  setText,
+} from "./draw.js";
 import { History } from "./history.js";
 import { drawLog, onLog } from "./log.js";
 import { drawMetrics } from "./metrics.js";
@@ -232,6 +241,7 @@ const rounds = new Rounds(
       followSettings(page.history.end);
       byId("timeline-legend").classList.toggle("no-drafts", !state.counters.drafted);
       drawHead();
+      refreshTip();
     },
   ],
   () => page.advance(),
@@ -271,7 +281,7 @@ function drawFooter({ used, cached, free, total }) {
   const holds = used + cached + free === total;
   setText(
     byId("sum"),
-    `${used} used + ${cached} cached + ${free} free = ${total} blocks ${holds ? "✓" : "✗"}`,
+    `${count(used)} used + ${count(cached)} cached + ${count(free)} free = ${plural(total, "block")} ${holds ? "✓" : "✗"}`,
   );
   byId("sum").className = holds ? "" : "bad";
   const check = page.history.checkOf(page.state.about.stream, page.index);
@@ -381,7 +391,8 @@ onTheme(() => redraw(true));
 // Requests that a button sends are visible at once, even if the page was paused.
 onTraffic(() => !page.follows && !page.isReplay && page.moveTo(page.history.last, true));
 bindTransport(page, { showLink, redraw: () => redraw(true) });
-new ResizeObserver(() => redraw(true)).observe(document.querySelector("main"));
+const resized = new ResizeObserver(() => redraw(true));
+for (const id of ["scrub-box", "tiles", "wall-box", "timeline-box"]) resized.observe(byId(id));
 bindWhatIf(page);
 readColours();
 openTab("why");

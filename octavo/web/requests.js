@@ -24,6 +24,7 @@ const isNarrow = matchMedia("(max-width: 760px)");
 const isMedium = matchMedia("(max-width: 1180px)");
 const body = byId("rows");
 const NO_REQUESTS = byId("no-requests").textContent;
+const NONE_YET = "No request has arrived by this step."; // In a recording.
 let rows = new Map(); // key -> row
 let heights = new Map(); // key -> the height of its row when it was seen last
 let select = () => {};
@@ -207,7 +208,8 @@ export function drawRequests(state, marks) {
   for (const row of placeRows(shown, first, last)) fill(row, state, marks);
   byId("requests").ariaRowCount = String(shown.length + 1);
   byId("no-requests").hidden = shown.length > 0;
-  setText(byId("no-requests"), only ? `No request is listed as ${only}.` : NO_REQUESTS);
+  const noRequests = document.body.classList.contains("replay") ? NONE_YET : NO_REQUESTS;
+  setText(byId("no-requests"), only ? `No request is listed as ${only}.` : noRequests);
   drawCounts(state, live);
 }
 

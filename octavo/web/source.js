@@ -11,6 +11,7 @@ const PHASES = {
   starting: "starting",
   importing: "importing",
   loading: "loading the model",
+  compiling: "compiling CPU kernels, which takes about a minute",
   allocating: "allocating memory",
   warming: "warming up",
   down: "engine restarting",

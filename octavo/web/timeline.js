@@ -56,15 +56,12 @@ function drawAxis(context, start, end, x, pixels, height) {
     if (time < 0) continue;
     context.fillStyle = colour("line");
     context.fillRect(x(time), AXIS - 4, 1, height - AXIS + 4);
-    context.fillStyle = colour("dim");
     const decimals = Math.max(0, Math.min(3, 6 - Math.floor(Math.log10(interval))));
-    context.fillText(
-      interval >= 1e6
-        ? `${Math.round(time / 1e6)} s`
-        : `${(time / 1e6).toFixed(Math.min(3, decimals))} s`,
-      x(time) + 3,
-      AXIS - 6,
-    );
+    const words =
+      interval >= 1e6 ? `${Math.round(time / 1e6)} s` : `${(time / 1e6).toFixed(decimals)} s`;
+    if (x(time) + 3 + context.measureText(words).width > pixels) continue; // It would be cut off.
+    context.fillStyle = colour("dim");
+    context.fillText(words, x(time) + 3, AXIS - 6);
   }
 }
 

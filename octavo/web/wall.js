@@ -27,6 +27,8 @@ import { countWithheld, findOwners, freeList } from "./state.js";
 
 const LARGEST = 46;
 const SMALLEST = 2; // Sizes of a cell in pixels.
+const LARGEST_LETTERS = 13;
+const LEAST_LETTERS = 7.5; // Smaller letters cannot be read.
 const LABEL = 50; // The width of the names in the order by request.
 const GAP = 14; // Between two tiers.
 const TOP = 15; // The height of the names of the tiers.
@@ -192,10 +194,11 @@ function lookOfCell(cell, { ids, content, order, isBusy }, sequences) {
   return content ? CACHED - (order ?? 0) : FREE;
 }
 
+const gapOf = (size) => (size > 6 ? 2 : size > 2 ? 1 : 0);
+
 function drawCell(context, cell, { owners, content, order, isFilling, isShared, isBusy }) {
   const { x, y, size } = cell;
-  const gap = size > 6 ? 2 : size > 3 ? 1 : 0;
-  const inner = size - gap;
+  const inner = size - gapOf(size);
   context.clearRect(x, y, size, size);
   if (owners.length) {
     const width = inner / Math.min(owners.length, 4);
@@ -227,42 +230,40 @@ function drawOwners(context, cell, owners, inner) {
   drawText(context, block, x + inner / 2, y + inner / 2, fontSize, lookOf(seq.label).ink);
 }
 
-function drawText(context, text, x, y, size, fill) {
+function drawText(context, text, x, y, size, fill, outline = "") {
   context.font = `600 ${size}px system-ui, sans-serif`;
   context.textAlign = "center";
   context.textBaseline = "middle";
+  if (outline) {
+    context.lineWidth = 3;
+    context.strokeStyle = outline;
+    context.strokeText(text, x, y + 0.5);
+  }
   context.fillStyle = fill;
   context.fillText(text, x, y + 0.5);
 }
 
+// The letters of all owners, or their number where there is no room.
 function drawLetters(context, { x, y, size }, owners, inner) {
   const middle = y + inner / 2;
-  if (owners.length === 1 || (owners.length <= 3 && size >= 22)) {
-    const width = inner / owners.length;
-    owners.forEach((seq, i) => {
-      const text = nameOf(seq);
-      const fontSize = Math.min(
-        13,
-        (size * 0.92) / Math.max(text.length * owners.length * 0.8, 1.7),
-      );
-      drawText(context, text, x + (i + 0.5) * width, middle, fontSize, lookOf(seq.label).ink);
-    });
+  const width = inner / owners.length;
+  const fontSize = fontThatFits(context, owners.map(nameOf), width - 2);
+  if (owners.length === 1 || fontSize >= LEAST_LETTERS) {
+    owners.forEach((seq, i) =>
+      drawText(context, nameOf(seq), x + (i + 0.5) * width, middle, fontSize, lookOf(seq.label).ink),
+    );
     return;
   }
-  context.lineWidth = 3;
-  context.strokeStyle = colour("panel");
-  context.font = `600 ${Math.min(12, size * 0.5)}px system-ui, sans-serif`;
-  context.textAlign = "center";
-  context.textBaseline = "middle";
-  context.strokeText(`×${owners.length}`, x + inner / 2, middle + 0.5);
-  drawText(
-    context,
-    `×${owners.length}`,
-    x + inner / 2,
-    middle,
-    Math.min(12, size * 0.5),
-    colour("ink"),
-  );
+  const [words, center] = [`×${owners.length}`, x + inner / 2];
+  const large = Math.min(12, size * 0.5);
+  drawText(context, words, center, middle, large, colour("ink"), colour("panel"));
+}
+
+// Returns the size at which each of these texts is at most so wide.
+function fontThatFits(context, texts, width) {
+  context.font = "600 10px system-ui, sans-serif";
+  const widest = Math.max(...texts.map((text) => context.measureText(text).width)) / 10;
+  return Math.min(LARGEST_LETTERS, width / widest);
 }
 
 // The cells of the places that flash: a shared block has several in the order by request.
@@ -312,7 +313,7 @@ function drawMarked(context, { owners }, marks) {
   context.lineWidth = 2.5;
   for (const { block, x, y, size } of layout.cells) {
     if (marks.block !== block && !(marked && owners.get(block)?.includes(marked))) continue;
-    const inner = size - (size > 6 ? 2 : size > 3 ? 1 : 0);
+    const inner = size - gapOf(size);
     context.strokeRect(x - 0.5, y - 0.5, inner + 1, inner + 1);
   }
 }
@@ -519,7 +520,10 @@ function chainOf(state, block) {
     parent = state.parents[byContent.get(parent)] ?? 0
   )
     chain.push(`#${parent}`);
-  return `content ${chain.join(" after ")}${chain.length === 1 ? ", the first of a text" : ""}`;
+  const [own, ...before] = chain;
+  return before.length
+    ? `content ${own}; the blocks before it: ${before.join(", ")}`
+    : `content ${own}; it begins a text`;
 }
 
 function describeCell(cell) {
@@ -550,18 +554,18 @@ canvas.addEventListener("click", (event) => {
   if (cell?.tier === "device") listeners.select(cell.block);
 });
 canvas.addEventListener("keydown", (event) => {
-  const cells = layout.cells;
-  const columns = cells.findIndex((cell) => cell.y > cells[0].y);
-  const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns };
+  const cells = [...layout.cells, ...layout.host];
+  const row = cells.filter(({ tier, y }) => tier === cells[cursor]?.tier && y === cells[cursor].y);
+  const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -row.length, ArrowDown: row.length };
   if (!(event.key in moves) || !cells.length) return;
   event.preventDefault();
   event.stopPropagation();
   cursor = Math.max(0, Math.min(cells.length - 1, cursor + moves[event.key]));
   const cell = cells[cursor];
   const box = canvas.getBoundingClientRect();
-  listeners.select(cell.block);
+  if (cell.tier === "device") listeners.select(cell.block);
   setText(byId("wall-words"), describeCell(cell));
-  showTip(box.left + cell.x, box.top + cell.y + cell.size, describeCell(cell));
+  showTip(box.left + cell.x, box.top + cell.y + cell.size, () => describeCell(cell));
 });
 
 for (const [id, value] of [

@@ -12,6 +12,12 @@ const panel = byId("what-if");
 const dialog = byId("simulated");
 const POLICIES = ["fcfs", "priority", "shortest", "deadline", "fair", "prefix"];
 const SAME = "the same settings";
+const WORDS = {
+  policy: "policy",
+  token_budget: "token budget",
+  max_num_seqs: "batch slots",
+  num_blocks: "blocks",
+};
 let getPage = () => null;
 
 export function bindWhatIf(page) {
@@ -23,15 +29,9 @@ export function bindWhatIf(page) {
     num_blocks: element("input"),
   };
   for (const policy of POLICIES) fields.policy.append(new Option(policy, policy));
-  const words = {
-    policy: "policy",
-    token_budget: "token budget",
-    max_num_seqs: "batch slots",
-    num_blocks: "blocks",
-  };
   const rows = Object.entries(fields).map(([name, input]) => {
     if (name !== "policy") Object.assign(input, { type: "number", min: 1 });
-    return element("label", "", element("span", "", words[name]), input);
+    return element("label", "", element("span", "", WORDS[name]), input);
   });
   const button = element("button", "primary", "simulate");
   const message = element("p", "facts");
@@ -142,9 +142,9 @@ function show(result, engine) {
   const heads = [
     "",
     "TTFT p50",
-    "p99",
+    "TTFT p99",
     "ITL p50",
-    "p99",
+    "ITL p99",
     "tokens/s",
     "preemptions",
     "recomputed",
@@ -181,7 +181,7 @@ function show(result, engine) {
       : `On the recorded steps, the predicted total time is off by ${few(100 * Math.abs(result.error))} %.`;
   byId("simulated-content").replaceChildren(
     element("h2", "", "What if"),
-    element("p", "what", `All rows show the same ${requests} of ${which}, as far as its events are kept.`),
+    element("p", "what", `All runs have the same ${requests} of ${which}, as far as its events are kept.`),
     element("div", "wide", table),
     element("p", "what", error),
     element("h3", "", "recorded"),
@@ -202,7 +202,7 @@ const describe = ({ changes, settings }) => {
   };
   const parts = Object.entries(changes)
     .filter(([name, value]) => before[name] !== value)
-    .map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`);
+    .map(([name, value]) => `${WORDS[name]} ${value}`);
   return parts.join(", ") || SAME;
 };
 

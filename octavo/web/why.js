@@ -577,7 +577,7 @@ function explainBlock(block, page) {
     element("h2", "title", `Block ${block}`),
     // The first line begins with the number of the block, which the title has already.
     paragraph(`${capitalised(first.slice(first.indexOf(": ") + 2))}.`),
-    ...rest.map((words) => paragraph(words)),
+    ...rest.map((words) => paragraph(words[0] === "“" ? words : `${capitalised(words)}.`)),
   ];
   if (holding.length > 1) {
     found.push(
@@ -595,7 +595,8 @@ function explainBlock(block, page) {
         "No request holds it. A request whose text begins the same way can reuse it, until its memory is needed: then the cached block that was used least recently is evicted first.",
       ),
     );
-  }
+  } else if (!state.references[block])
+    found.push(paragraph("No request holds it, and it has no content that a request could reuse."));
   return found;
 }
 

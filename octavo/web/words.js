@@ -54,8 +54,11 @@ export const FINISH_REASONS = {
 
 // Names a step. Each engine process counts its own steps, so that the process is named after a
 // restart.
-export const nameOfStep = (number, engine = 1) =>
-  `step ${count(number)}${engine > 1 ? ` of engine ${engine}` : ""}`;
+export const nameOfStep = (number, engine = 1) => wordsOfStep(number, engine).join("");
+export const wordsOfStep = (number, engine) => [
+  `step ${count(number)}`,
+  engine > 1 ? ` of engine ${engine}` : "",
+];
 
 const blockList = (blocks) => {
   const shown = blocks.filter((block) => block);

@@ -325,6 +325,39 @@ def test_a_paused_page_holds_whatever_happens_on_the_server(
     watched.close()
 
 
+def test_tips_follow_the_moment_and_the_keyboard_reaches_every_tier(
+    watched_server: Running, browser: Browser
+) -> None:
+    watched = Watched(browser, watched_server.url)
+    page = watched.page
+    page.wait_for_selector("#status[data-state=ready]")
+    for thread in send_load(watched_server):
+        thread.join(60)
+    page.wait_for_timeout(400)
+    page.click("#pause")
+    tip = page.locator("#tip")
+    page.locator("#wall").hover(position={"x": 8, "y": 20})
+    before = tip.inner_text()
+    assert before.startswith("block 1: cached")
+    step = int(page.evaluate("(async () => (await import('./web/page.js')).page.state.step)()"))
+    while tip.inner_text() == before:
+        step -= 10
+        watched.go_to(step)
+    shown = tip.inner_text()
+    page.mouse.move(0, 0)
+    page.locator("#wall").hover(position={"x": 8, "y": 20})
+    assert tip.inner_text() == shown, "the words belong to the moment that is viewed"
+    page.locator("#wall").focus()
+    for _ in range(31):  # The cursor begins at the first of 30 blocks.
+        page.keyboard.press("ArrowRight")
+    assert tip.inner_text().startswith("host block 1: ")
+    assert page.inner_text("#wall-words").startswith("host block 1: ")
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+    assert watched.errors == []
+    watched.close()
+
+
 def test_a_button_of_the_explanation_can_be_pressed_slowly(
     watched_server: Running, browser: Browser
 ) -> None:
@@ -419,7 +452,7 @@ def test_what_if_compares_the_requests_of_one_engine_process(
         page.wait_for_selector("#simulated[open]", timeout=60_000)
         words = page.inner_text("#simulated p.what >> nth=0")
         # The page sends requests itself, and some fail while the engine restarts.
-        match = re.match(r"All rows show the same (\d+) requests of engine 2,", words)
+        match = re.match(r"All runs have the same (\d+) requests of engine 2,", words)
         assert match is not None and 3 <= int(match[1]) < 9, words
         assert page.locator("#simulated tbody tr").count() == 2
         page.set_viewport_size({"width": 390, "height": WIDTHS[390]})
@@ -503,6 +536,33 @@ def test_a_lesson_runs_in_the_browser(name: str, browser: Browser, lesson_llm: L
                 arg=str(moment.step),
             )
             compare(watched, run.recordings[moment.run])
+        assert watched.errors == []
+        watched.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_run_of_a_lesson_is_drawn_after_the_prediction(
+    width: int, browser: Browser, lesson_llm: LLM
+) -> None:
+    """The controls of time are hidden before, so that the map of the slider has no size."""
+    run = run_lesson(lesson_llm, LESSONS["fairness"])
+    size = {"width": width, "height": WIDTHS[width]}
+    with replayed(run.recordings, run.to_json()) as address:
+        watched = Watched(browser, address, viewport=size, reduced_motion="reduce")
+        page = watched.page
+        page.wait_for_selector("body[data-ready]")
+        assert page.inner_text("#no-requests") == "No request has arrived by this step."
+        choice = page.locator(".choices button").first.bounding_box()
+        assert choice is not None and choice["y"] < 1.2 * size["height"], "the question is found"
+        page.locator(".choices button").first.click()
+        page.wait_for_function(
+            """() => {
+              const map = document.getElementById("scrub-map");
+              if (!map.width) return false;
+              const { data } = map.getContext("2d").getImageData(0, 0, map.width, map.height);
+              return data.some((value) => value > 0);
+            }"""
+        )
         assert watched.errors == []
         watched.close()
 
