@@ -348,19 +348,30 @@ def test_the_prefix_router_doubles_the_hit_rate_of_round_robin(
 
 
 def test_scaling_up_and_down_under_load_fails_no_request(tmp_path: Path) -> None:
+    """When a replica is removed, long streams are open on both replicas."""
     options = ("--replicas", "1", "--max-replicas", "2", "--target-requests", "2")
     delays = ("--upscale-delay", "1", "--downscale-delay", "3")
-    with on_ray(tmp_path, *options, *delays) as found:
+    with on_ray(tmp_path, *options, *delays) as found, ThreadPoolExecutor(2) as pool:
         heavy = Load(found, clients=8)
         up = wait_for_replicas(found, 2)
         time.sleep(3)
-        light = Load(found, clients=1)
+        stopped = threading.Event()
+        light = [pool.submit(stream_until, found, stopped) for _ in range(2)]
         heavy.stop()
         down = wait_for_replicas(found, 1)
-        light.stop()
-        print(f"two replicas after {up:.1f} s, one after {down:.1f} s")
+        stopped.set()
+        streams = [result for each in light for result in each.result()]
+        print(f"two replicas after {up:.1f} s, one after {down:.1f} s, {len(streams)} streams")
         assert heavy.replies and heavy.failures == []
-        assert light.replies and light.failures == []
+        assert {(len(tokens), error) for tokens, error in streams} == {(STREAMED, None)}
+
+
+def stream_until(running: Running, stopped: threading.Event) -> list[tuple[list[int], str | None]]:
+    """Stream long replies one after another."""
+    results = []
+    while not stopped.is_set():
+        results.append(stream(running, threading.Semaphore(0)))
+    return results
 
 
 def test_a_replica_is_added_when_the_kv_cache_fills(tmp_path: Path) -> None:
