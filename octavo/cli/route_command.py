@@ -23,23 +23,23 @@ from octavo.option_declaration import Option, check_options, one_of, texts, whol
 PROGRAMS = {"vllm": "vllm-router", "sglang": "sglang-router"}
 SUBCOMMANDS: dict[str, list[str]] = {"vllm": [], "sglang": ["launch"]}
 LOG_LEVELS = {"vllm": "warning", "sglang": "warn"}
-# A dead worker gets no more requests after three failures or two failed health checks, so after 10
-# seconds at most. By default it would be minutes.
+# A dead worker gets no more requests after one failed health check, so after a second. Until then,
+# requests that it has lost are tried again, for 2.5 seconds. By default it would be minutes.
 SETTINGS = {
     "--worker-startup-check-interval": 1,
-    "--health-check-interval-secs": 5,
+    "--health-check-interval-secs": 1,
     "--health-check-timeout-secs": 3,
-    "--health-failure-threshold": 2,
+    "--health-failure-threshold": 1,
     "--health-success-threshold": 1,
-    "--retry-max-retries": 5,
-    "--cb-failure-threshold": 3,
-    "--cb-success-threshold": 1,
-    "--cb-timeout-duration-secs": 10,
+    "--retry-max-retries": 8,
     # A request goes to the worker with its prefix, unless that worker has this many more requests
     # than another. The default of 64 leaves one of two workers without work.
     "--balance-abs-threshold": 4,
     "--cache-threshold": 0.5,
 }
+# The circuit breaker of SGLang's router counts invalid requests as failures of the worker, so one
+# client with a few invalid requests would stop all workers.
+FLAGS = ["--disable-circuit-breaker"]
 
 
 def worker_urls(name: str, value: Any) -> tuple[str, ...]:
@@ -149,4 +149,4 @@ def router_arguments(router: str, options: RouteOptions, workers: tuple[str, ...
         **SETTINGS,
     }
     pairs = [str(part) for pair in settings.items() for part in pair]
-    return [*SUBCOMMANDS[router], "--worker-urls", *workers, *pairs]
+    return [*SUBCOMMANDS[router], "--worker-urls", *workers, *pairs, *FLAGS]

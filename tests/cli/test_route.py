@@ -50,7 +50,8 @@ def test_the_router_gets_the_workers_and_the_options(
     assert os.path.basename(line[0]) == "vllm-router"
     assert line[1:4] == ["--worker-urls", "http://127.0.0.1:8001", "http://127.0.0.1:8002"]
     assert value_of(line, "--port") == "9000" and value_of(line, "--policy") == "random"
-    assert value_of(line, "--health-check-interval-secs") == "5"
+    assert value_of(line, "--health-check-interval-secs") == "1"
+    assert "--disable-circuit-breaker" in line
     assert line[-2:] == ["--queue-size", "7"]
 
 
@@ -101,5 +102,5 @@ def test_the_two_routers_accept_the_settings() -> None:
     """The settings are options of both routers, so that one table serves both."""
     for package in ("vllm_router", "sglang_router"):
         arguments = pytest.importorskip(f"{package}.router_args").RouterArgs
-        for option in route_command.SETTINGS:
+        for option in [*route_command.SETTINGS, *route_command.FLAGS]:
             assert hasattr(arguments, option.removeprefix("--").replace("-", "_")), option

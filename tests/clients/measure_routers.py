@@ -102,8 +102,8 @@ def count_hits(
     for worker in workers:
         worker.http.post("/flush_cache")
     before = [worker.metrics()["inference_requests_total"] for worker in workers]
-    with router(name, [worker.url for worker in workers], log, "--policy", policy) as url:
-        counts = asyncio.run(hold_conversations(url, seed))
+    with router(name, [worker.url for worker in workers], log, "--policy", policy) as running:
+        counts = asyncio.run(hold_conversations(running.url, seed))
     after = [worker.metrics()["inference_requests_total"] for worker in workers]
     shares = [end - begin for begin, end in zip(before, after, strict=True)]
     return sum(total for total, _ in counts), sum(cached for _, cached in counts), shares
@@ -179,7 +179,7 @@ def main() -> None:
         urls = [worker.url for worker in workers]
         log = folders[0] / "router.log"
         with contextlib.ExitStack() as routers:
-            addresses = {n: routers.enter_context(router(n, urls, log)) for n in ROUTERS}
+            addresses = {n: routers.enter_context(router(n, urls, log)).url for n in ROUTERS}
             found["latency"] = measure_latency(urls[0], addresses)
         found["policies"] = measure_policies(workers, log)
     found["kill"] = []
@@ -188,8 +188,9 @@ def main() -> None:
             folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
             workers = [stack.enter_context(server(folder, engine=ENGINE)) for folder in folders]
             urls = [worker.url for worker in workers]
-            url = stack.enter_context(router(name, urls, folders[0] / "router.log"))
-            found["kill"].append({"router": name, **asyncio.run(load_with_a_kill(url, workers[0]))})
+            running = stack.enter_context(router(name, urls, folders[0] / "router.log"))
+            after = asyncio.run(load_with_a_kill(running.url, workers[0]))
+            found["kill"].append({"router": name, **after})
     load.append(os.getloadavg()[0])
     found["load_average"] = load
     text = json.dumps(found, indent=1)
