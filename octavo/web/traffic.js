@@ -140,14 +140,19 @@ function setSteady(on) {
 
 // ---- controls -----------------------------------------------------------------------------------
 
+// Returns what is wrong with the request, or "".
 async function post(path, body) {
-  const reply = await fetch(address(path), {
-    method: "POST",
-    headers: { "content-type": "application/json", ...authorization() },
-    body: JSON.stringify(body),
-  });
-  const answer = await reply.json();
-  return reply.ok ? "" : answer.error.message;
+  try {
+    const reply = await fetch(address(path), {
+      method: "POST",
+      headers: { "content-type": "application/json", ...authorization() },
+      body: JSON.stringify(body),
+    });
+    const answer = await reply.json();
+    return reply.ok ? "" : answer.error.message;
+  } catch {
+    return "The server cannot be reached.";
+  }
 }
 
 const message = element("p", "facts");
@@ -189,27 +194,52 @@ function range(low, high, value) {
   return made;
 }
 
+const knobs = new Map(); // name of a setting -> its input
+
 function drawKnobs(settings, about) {
   const rows = KNOBS.map(([name, words, make]) => {
     const input = make(settings, about);
     const isRange = input.type === "range";
-    const output = element("output", "", isRange ? String(settings[name]) : "");
+    const output = element("output", "", isRange ? input.value : "");
     if (isRange) input.addEventListener("input", () => setText(output, input.value));
-    input.addEventListener("change", async () => {
-      const error = await post("live/settings", {
-        [name]: isRange ? Number(input.value) : input.value,
-      });
-      setText(message, error);
-      if (error) drawKnobs(latest.settings, latest.about);
-    });
+    input.addEventListener("change", () => change(name, isRange ? Number(input.value) : input.value));
+    knobs.set(name, input);
     return element("label", "", element("span", "", words), input, output);
   });
   byId("knobs").replaceChildren(...rows);
   byId("knobs-box").append(message);
 }
 
+// Shows the settings in the inputs that exist, so that the focus stays where it is.
+function showSettings(settings) {
+  for (const [name, input] of knobs) {
+    input.value = settings[name];
+    input.dispatchEvent(new Event("input"));
+  }
+}
+
+const asked = new Map(); // name of a setting -> the value that the engine should get next
+let isChanging = false;
+
+// Sends one change at a time. Of the values that are chosen meanwhile, the last one is sent next.
+async function change(name, value) {
+  asked.set(name, value);
+  if (isChanging) return;
+  isChanging = true;
+  let error = "";
+  while (asked.size) {
+    const [next, wanted] = asked.entries().next().value;
+    asked.delete(next);
+    error = await post("live/settings", { [next]: wanted });
+  }
+  isChanging = false;
+  setText(message, error);
+  if (error) showSettings(latest.settings);
+}
+
 let isControlled = false;
-let drawn = "";
+let drawnEngine = null; // the stream of the engine process whose settings the inputs belong to
+let shown = ""; // the settings that the inputs show
 
 // Whether the page belongs to a demonstration, whose engine may be changed and crashed.
 export const isDemonstration = () => isControlled;
@@ -236,8 +266,11 @@ export function showControls(server) {
 export function followSettings(state) {
   if (!isControlled || !state) return;
   latest = state;
-  const key = JSON.stringify([state.settings, state.about.stream]);
-  if (key === drawn || byId("knobs").contains(document.activeElement)) return;
-  drawn = key;
-  drawKnobs(state.settings, state.about);
+  const { settings, about } = state;
+  const key = JSON.stringify(settings);
+  if (about.stream !== drawnEngine) drawKnobs(settings, about);
+  else if (key === shown || isChanging || byId("knobs").contains(document.activeElement)) return;
+  else showSettings(settings);
+  drawnEngine = about.stream;
+  shown = key;
 }

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from octavo.core.event_recorder import read_recording
+from octavo.serve.api.api_errors import ApiError
 from octavo.serve.channel.messages import WatchEvents
-from octavo.serve.endpoints import live_feed
+from octavo.serve.endpoints import live_controls, live_feed
 from octavo.serve.endpoints.live_feed import WatchEndpoint
 from octavo.serve.endpoints.live_page import PAGE
 from octavo.serve.front.event_buffer import EventBuffer, EventReader
@@ -265,6 +267,14 @@ def test_settings_of_the_running_engine_can_be_changed(shown: Running, running: 
     check_error(shown.post("/live/settings", changes, headers=foreign), 403, code="wrong_origin")
     for path in ("/live/settings", "/live/crash", "/live/what-if"):
         check_error(running.post(path, {}), 403, code="no_live_controls")
+
+
+def test_a_second_change_of_settings_at_the_same_time_is_refused() -> None:
+    busy = SimpleNamespace(model="a", settings_reply=object())
+    front: Any = SimpleNamespace(client=busy)
+    with pytest.raises(ApiError, match="other settings are being changed") as refused:
+        asyncio.run(live_controls.change_settings(front, {"chunk": 1}))
+    assert (refused.value.status, refused.value.code) == (409, "settings_busy")
 
 
 def test_what_the_page_has_seen_can_be_simulated_otherwise(shown: Running) -> None:

@@ -45,6 +45,16 @@ CHOOSE_BLOCK_LIMIT = """(limit) => {
   input.dispatchEvent(new Event("change", { bubbles: true }));
 }"""
 
+# Moves the slider many times before the engine can reply, as a key does that is held down.
+LOWER_BLOCK_LIMIT = """(times) => {
+  const input = document.querySelectorAll("#knobs input[type=range]")[2];
+  for (let done = 0; done < times; done += 1) {
+    input.stepDown();
+    input.dispatchEvent(new Event("input", { bubbles: true }));
+    input.dispatchEvent(new Event("change", { bubbles: true }));
+  }
+}"""
+
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
@@ -119,6 +129,24 @@ def test_blocks_that_the_limit_withholds_are_named(watched: Watched) -> None:
     assert tips.count("withheld by the block limit") == withheld
     if page.locator("#why .holders").count():
         assert f"{withheld} blocks withheld by" in page.inner_text("#why .holders")
+    assert watched.errors == []
+
+
+def test_a_slider_is_moved_with_keys_faster_than_the_engine_replies(watched: Watched) -> None:
+    page = watched.page
+    page.click("#tab-try")
+    slider = page.locator("#knobs input[type=range]").nth(2)
+    slider.focus()
+    limit = int(slider.input_value()) - 12
+    page.evaluate(LOWER_BLOCK_LIMIT, 12)
+    page.wait_for_function(
+        "async limit => (await import('./web/page.js')).page.state.settings.block_limit === limit",
+        arg=limit,
+    )
+    assert int(slider.input_value()) == limit
+    page.keyboard.press("ArrowRight")
+    assert int(slider.input_value()) == limit + 1, "the slider still has the focus"
+    assert not is_paused(page)
     assert watched.errors == []
 
 
