@@ -5,6 +5,7 @@ handles the rest before the flags are parsed:
 
     --model NAME              becomes the argument MODEL
     --max_model_len           becomes --max-model-len
+    -tp 2                     becomes --tensor-parallel-size 2
     --served-model-name a b   becomes --served-model-name a --served-model-name b
     --speculative-config.k 4  becomes --speculative-config '{"k": 4}'
     --enable-chunked-prefill  is dropped, like every flag of octavo/vllm_options.py that has no
@@ -14,6 +15,7 @@ handles the rest before the flags are parsed:
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from typer.core import TyperCommand
@@ -24,6 +26,19 @@ from octavo.vllm_options import SERVER_DEFAULTS, check_vllm_option
 
 # Flags with several values in vLLM.
 REPEATED = ("--served-model-name", "--api-key", "--allowed-host", "--allowed-origin")
+SHORT_FLAGS = {
+    "-q": "--quantization",
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-sc": "--speculative-config",
+    "-ac": "--attention-config",
+    "-cc": "--compilation-config",
+    "-O": "--optimization-level",
+}
+# A short flag, and what follows it in the same word: -tp=2, -cc.mode, -O3.
+SHORT_WORD = re.compile(r"(-[a-z]+|-O)([=.].*|(?<=-O)\d)?")
 
 
 class VllmCommand(TyperCommand):
@@ -44,7 +59,7 @@ class VllmCommand(TyperCommand):
 
 def translate(args: list[str], takes_value: dict[str, bool]) -> list[str]:
     """Return the arguments without those that only vLLM has. `takes_value` has Octavo's flags."""
-    waiting = join_members(args)
+    waiting = join_members([long_flag(word) for word in args])
     kept: list[str] = []
     model_given = False
     while waiting:
@@ -71,6 +86,15 @@ def translate(args: list[str], takes_value: dict[str, bool]) -> list[str]:
         else:
             kept.append(word)
     return kept
+
+
+def long_flag(word: str) -> str:
+    """Return a word of the command line with the long name of its flag."""
+    found = SHORT_WORD.fullmatch(word)
+    if found is None or found[1] not in SHORT_FLAGS:
+        return word
+    rest = found[2] or ""
+    return SHORT_FLAGS[found[1]] + (f"={rest}" if rest.isdigit() else rest)
 
 
 def join_members(args: list[str]) -> list[str]:

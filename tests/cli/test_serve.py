@@ -228,6 +228,17 @@ def test_a_command_line_of_vllm_serves_the_same(monkeypatch: pytest.MonkeyPatch)
     assert not config_for(monkeypatch, "--no-enable-prefix-caching").engine.enable_prefix_caching
 
 
+def test_short_flags_of_vllm_are_those_of_the_long_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "a/model -tp 2 -pp=1 -dp 1 -q int8 -O3 -cc.mode 3 -sc.method ngram -sc.k 3"
+    config = config_for(monkeypatch, *words.split())
+    assert config.model == "a/model"
+    assert config.engine == EngineOptions(
+        tensor_parallel_size=2,
+        quantization="int8",
+        speculative_config={"method": "ngram", "k": 3},
+    )
+
+
 def test_a_model_after_a_flag_is_still_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_for(monkeypatch, "--enable-chunked-prefill", "--served-model-name", "a", "m")
     assert (config.model, config.names) == ("m", ("a",))
@@ -244,6 +255,7 @@ def test_json_objects_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--enable-lora", "--enable-lora True is not supported: an adapter must be merged"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2 is not supported"),
+        ("-pp 2", "--pipeline-parallel-size 2 is not supported"),
         ("--middleware a.b", "put a proxy with such middleware before the server"),
         ("--enable-ssl-refresh", "restart the server to read a new certificate"),
         ("--cpu_offload_gb=4", "--cpu-offload-gb 4 is not supported: weights stay on the device"),
