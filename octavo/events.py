@@ -317,7 +317,7 @@ class DiskListed(NamedTuple):
     step: int = 0
 
 
-class RehearsalEnded(NamedTuple):
+class DummyRunEnded(NamedTuple):
     """Steps were run to which nothing listened. A listener that keeps a copy of the engine's state
     must read it again."""
 
@@ -363,7 +363,7 @@ Event = (
     | TierReady
     | TierDropped
     | DiskListed
-    | RehearsalEnded
+    | DummyRunEnded
     | SettingsChanged
 )
 Listener = Callable[[Event], None]
@@ -399,7 +399,7 @@ class EventLog:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Call no listener within this block, in which listeners must not change. RehearsalEnded is
+        """Call no listener within this block, in which listeners must not change. DummyRunEnded is
         emitted at its end."""
         listeners = self.listeners
         self.listeners = {}
@@ -407,5 +407,5 @@ class EventLog:
             yield
         finally:
             self.listeners = listeners
-            if RehearsalEnded in listeners:
-                self.emit(RehearsalEnded())
+            if DummyRunEnded in listeners:
+                self.emit(DummyRunEnded())

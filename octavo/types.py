@@ -1,11 +1,10 @@
-"""The engine's data: plain classes without torch. Methods only compute from the fields.
+"""The engine's data: plain classes without torch. Their methods only compute from the fields.
 
 Guide                             tracks which tokens structured output allows next
 Request                           a tokenised request with its parameters (octavo/params.py)
 Sequence                          one stream of tokens, as the scheduler sees it
-Item, NewSlot, Save, Fetch, Plan  one step's work: passed from the scheduler to the runner
+Item, SlotFill, Save, Fetch, Plan  one step's work: passed from the scheduler to the runner
 DiskEvent, StepResult             one step's results: passed from the runner to the scheduler
-HostTime                          how long the host spent in each part of the loop
 Output                            what the engine returns for one sequence
 """
 
@@ -54,7 +53,7 @@ class Request:
     tenant: str = ""  # the "fair" policy and the cache quota divide resources between tenants
     # The compiled params.structured_outputs, at the start of the text. Each sequence gets a copy.
     guide: Guide | None = None
-    submitted: float = 0.0  # when the front sent it to the engine process; 0: same process
+    submitted: float = 0.0  # when the API server sent it to the engine process; 0: one process
     # Part of an offline batch: only the time until all of its replies are finished matters.
     offline: bool = False
     pooling: str | None = None  # one of POOLINGS: return hidden states of the prompt, not text
@@ -87,8 +86,9 @@ def child_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-# Sort key of sequences, lowest first: the policy rank, the offline batch, the place in that batch,
-# the number in the order of arrival, the index among the request's completions.
+# The sort key of sequences; the lowest comes first. Its parts: the policy rank, the number of the
+# offline batch and the place in it (Queues.enqueue), the number in the order of arrival, and the
+# index among the request's completions.
 Rank = tuple[float, int, int, int, int]
 
 
@@ -98,7 +98,8 @@ class Beam:
 
     score: float = 0.0  # sum of the logprobs of `output`
     output: list[TokenLogprobs] = field(default_factory=list)
-    report: TokenLogprobs | None = None  # candidates for the next token; None: not computed yet
+    # The likeliest next tokens, which the beam reports to its search; None: not computed yet.
+    report: TokenLogprobs | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -111,13 +112,14 @@ class Sequence:
     # Prompt and committed output. An array, because it is copied, hashed and uploaded as bytes.
     tokens: array[int]
     prompt_len: int  # length of the request's prompt; bounded KV may have dropped part of it
-    # The sequence ends when len(tokens) reaches this. Dropping a block lowers it by a block.
+    # The sequence ends when len(tokens) reaches this limit. When bounded KV drops a block, the
+    # block's tokens leave `tokens`, and the limit is lowered by their number.
     position_limit: int
     seed: int
     stop_ids: frozenset[int]  # committing one of these tokens ends the sequence
     status: Status = Status.WAITING
     rank: Rank = (0.0, 0, 0, 0, 0)
-    guide: Guide | None = None  # It stands at the last committed token.
+    guide: Guide | None = None  # has accepted exactly the committed output
     repetition: RepetitionDetectionParams | None = None  # ends a text that repeats itself
     beam: Beam | None = None
     # Children to fork when all but one prompt token are computed (docs/sequences.md).
@@ -127,17 +129,19 @@ class Sequence:
     # Its place on the device, while it runs.
     slot: int = -1  # batch slot
     block_table: list[int] = field(default_factory=list)  # logical block -> physical block
-    # Positions whose KV is committed or is loaded by the step that admits the sequence.
+    # Positions whose KV is committed. Blocks found at admission count from then on, although the
+    # first step may have to load them.
     computed: int = 0
-    planned: int = 0  # KV positions after every step in flight has landed
-    steps_in_flight: int = 0  # steps launched and not yet committed
-    epoch: int = 0  # raised by preempt, finish and abort; results of older epochs are dropped
+    planned: int = 0  # `computed` after every step in flight, if all drafts are accepted
+    steps_in_flight: int = 0  # planned steps with this sequence that are not committed yet
+    epoch: int = 0  # raised when the sequence is preempted or ends: older results are dropped
 
     # Speculative decoding (octavo/core/speculation.py).
     drafts_in_flight: int = 0  # how many planned positions may turn out to be wrong
     draft_acceptance: float = 0.0  # running mean: the fraction of its drafts that were accepted
     lookup_acceptance: float = 0.0  # the same for drafts of the host, if the device drafts too
-    followed: bool = True  # The drafter on the device has followed all of its steps.
+    # The drafter on the device has its own KV of every step so far, so it can draft.
+    followed: bool = True
     accepted_drafts: int = 0  # verified drafts that became tokens
     rejected_drafts: int = 0  # verified drafts that did not
 
@@ -146,7 +150,8 @@ class Sequence:
     published_blocks: int = 0  # leading blocks already published to the prefix cache
     cached_tokens: int = 0  # prompt positions found in the prefix cache at its first admission
     disk_wait: DiskWait = DiskWait.NOT_ASKED
-    settled_seen: int = 0  # TierIndex.settled when it last looked for its blocks
+    # TierIndex.num_settled at its last lookup. Another lookup is useful once that has changed.
+    num_settled_seen: int = 0
 
     # Bounded KV (octavo/core/bounded_kv.py). Dropped tokens have left `tokens` too.
     dropped_tokens: int = 0
@@ -179,7 +184,7 @@ class Sequence:
         return self.prompt_len - self.dropped_prompt_tokens
 
     @property
-    def owes_prompt_logprobs(self) -> bool:
+    def lacks_prompt_logprobs(self) -> bool:
         """True while requested prompt logprobs are missing."""
         logprobs = self.prompt_logprobs
         return logprobs is not None and len(logprobs) > 1 and logprobs[-1] is None
@@ -187,7 +192,7 @@ class Sequence:
     @property
     def needs_all_positions(self) -> bool:
         """True if no position may be taken from the cache: each has a result that is wanted."""
-        return self.owes_prompt_logprobs or self.request.pooling in ("mean", "all")
+        return self.lacks_prompt_logprobs or self.request.pooling in ("mean", "all")
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -205,8 +210,8 @@ class Item(NamedTuple):
     start: int | None
     num_tokens: int
     sample: bool
-    # Upper bound on start + num_tokens: how much KV attention may read. Exact if Plan.drafts has
-    # this item.
+    # Upper bound of start + num_tokens: attention reads at most this much KV. It is exact if
+    # Plan.drafts has this item, because the host drafts only for sequences that it knows fully.
     max_kv_len: int
     prompt_logprobs: int | None = None  # number of top logprobs for each computed position
     wants_attention_mass: bool = False  # report how its attention is spread over its blocks
@@ -216,8 +221,11 @@ class Item(NamedTuple):
     pooling: str | None = None  # report hidden states: the last, their sum ("mean"), or all
 
 
-class NewSlot(NamedTuple):
-    """Fills a batch slot with everything the device must know about a sequence."""
+class SlotFill(NamedTuple):
+    """Writes a whole batch slot: everything that the device must know about a sequence.
+
+    A slot is filled when its sequence is admitted or forked, and again when the host has changed
+    the sequence in a way that the device cannot follow."""
 
     seq_id: int
     epoch: int
@@ -254,45 +262,51 @@ class Fetch(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """Everything a runner needs for one step, applied in the order of the fields.
+    """Everything that a runner needs for one step, applied in the order of the fields.
+
+    Blocks move between tiers in four ways:
+
+        device --stores--> host --saves--> disk
+        device <--loads--- host <-fetches- disk
 
     A plan never changes after Scheduler.plan() has returned it."""
 
     step: int
-    # (block, host block): runs before anything overwrites the block
+    # (device block, host block): runs before anything overwrites the device block
     stores: list[tuple[int, int]] = field(default_factory=list)
-    # copy on write: (from block, to block)
+    # copy-on-write: (from block, to block)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    loads: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
+    loads: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     # (block, number of positions by which its keys move towards the front)
     shifts: list[tuple[int, int]] = field(default_factory=list)
-    new_slots: list[NewSlot] = field(default_factory=list)
+    slot_fills: list[SlotFill] = field(default_factory=list)
     # (batch slot, logical block, physical block)
-    block_appends: list[tuple[int, int, int]] = field(default_factory=list)
+    table_updates: list[tuple[int, int, int]] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
     # item index -> the drafts that are verified; the device drafts for items that are not in it
     drafts: dict[int, array[int]] = field(default_factory=dict)
     # item index -> allowed tokens at each sampled position (Guide.mask); other items may sample any
     token_masks: dict[int, list[bytes]] = field(default_factory=dict)
     num_drafts: int = 0  # total over all items
-    # False: the device's drafter need not compute KV of its own for this step. Graphs ignore it.
+    # The drafter on the device computes KV of its own in this step, to be able to draft later.
     followed: bool = True
     # Disk work starts with the step and finishes whenever the disk is done.
     saves: list[Save] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
-    # Fetches or promotions are in flight: run the step for its disk events even without items.
+    # Blocks are on their way from disk, so the step runs even without items: its result reports
+    # which of them have arrived.
     awaits_disk: bool = False
     urgent: bool = False  # lower-priority sequences pause for the prompts in this step
 
     @property
     def has_work(self) -> bool:
-        return bool(self.items or self.new_slots or self.copies or self.awaits_disk)
+        return bool(self.items or self.slot_fills or self.copies or self.awaits_disk)
 
     @property
     def touches_slots(self) -> bool:
-        """True if the plan does more than move blocks between tiers."""
+        """True unless the plan only moves blocks between tiers, which no batch slot notices."""
         return bool(
-            self.items or self.new_slots or self.copies or self.shifts or self.block_appends
+            self.items or self.slot_fills or self.copies or self.shifts or self.table_updates
         )
 
     @property
@@ -325,6 +339,7 @@ class StepResult:
     """The results of one step. Lists have one entry per item of the plan, in order."""
 
     # Sampled tokens: none for a prefill chunk that is not the last, several with accepted drafts.
+    # The last one is negative if no logit was finite.
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]] | None = None  # like tokens; None: not requested
     # item index -> logprobs of the token AFTER each computed position
@@ -339,27 +354,14 @@ class StepResult:
     corrupt_host_blocks: set[int] = field(default_factory=set)
 
 
-@dataclass(slots=True)
-class HostTime:
-    """The seconds that the host spent in each part of the loop.
-
-    All parts except `wait` should overlap with the work of the device."""
-
-    plans: int = 0  # calls of Scheduler.plan(), also those that found nothing to do
-    plan: float = 0.0
-    launch: float = 0.0
-    wait: float = 0.0
-    commit: float = 0.0
-
-
 # ---- results -------------------------------------------------------------------------------------
 
 
 class DraftCount(NamedTuple):
     """How many drafts of a sequence have been verified."""
 
-    accepted: int  # They became tokens.
-    rejected: int
+    accepted: int  # drafts that became tokens
+    rejected: int  # drafts that did not
 
 
 @dataclass(slots=True)

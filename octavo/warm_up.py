@@ -7,6 +7,7 @@ import sys
 from itertools import pairwise
 
 from octavo.core.bounded_kv import max_kv_positions
+from octavo.core.dummy_run import dummy_run
 from octavo.core.engine import Engine
 from octavo.core.speculation import Passes, Speculation
 from octavo.params import SamplingParams
@@ -42,7 +43,7 @@ def warm_up(engine: Engine, kind: str, part: int = 0, num_parts: int = 1) -> Non
         schedule.max_model_len, cache.num_blocks * cache.block_size, max_kv_positions(cache)
     )
     longest = max(1, min(positions - 2, schedule.max_num_batched_tokens))
-    with engine.rehearsal():
+    with dummy_run(engine):
         sizes = sorted({min(size, longest) for size in WARM_UP_TOKENS[kind]})
         for tokens in sizes[part::num_parts]:
             run_prompt(engine, tokens)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.errors import DeviceOutOfMemory
-from octavo.types import DiskEvent, Fetch, NewSlot, Plan, Save, StepResult, TokenLogprobs
+from octavo.types import DiskEvent, Fetch, Plan, Save, SlotFill, StepResult, TokenLogprobs
 from tests import oracle
 
 Entries = list[tuple[int, int] | None]
@@ -268,15 +268,17 @@ class FakeRunner:
         assert len({b for b, _ in plan.shifts}) == len(plan.shifts), "a block moves twice"
         for b, by in plan.shifts:
             self.kv[b] = [None if e is None else (e[0], e[1] - by) for e in self.kv[b]]
-        assert len({r.slot for r in plan.new_slots}) == len(plan.new_slots), "a row given out twice"
-        for r in plan.new_slots:
+        assert len({r.slot for r in plan.slot_fills}) == len(plan.slot_fills), (
+            "a row given out twice"
+        )
+        for r in plan.slot_fills:
             self.rows[r.slot] = self._row(r)
-        for row, j, block in plan.block_appends:
+        for row, j, block in plan.table_updates:
             table = self.rows[row].table
             assert j <= len(table), "a hole in a table"
             table[j : j + 1] = [block]
 
-    def _row(self, r: NewSlot) -> Row:
+    def _row(self, r: SlotFill) -> Row:
         return Row(
             list(r.tokens),
             r.computed,

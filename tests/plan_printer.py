@@ -37,10 +37,10 @@ def show(plan: Plan, scheduler: Scheduler) -> None:
         print(f"   copy block {source} to block {target}")
     for host_block, block in plan.loads:
         print(f"   load host block {host_block} into block {block}")
-    for new in plan.new_slots:
-        known = f"{new.computed} positions computed, block table {new.block_table}"
-        print(f"   slot {new.slot} holds {names[new.seq_id]}: {known}")
-    for slot, logical_block, block in plan.block_appends:
+    for fill in plan.slot_fills:
+        known = f"{fill.computed} positions computed, block table {fill.block_table}"
+        print(f"   slot {fill.slot} holds {names[fill.seq_id]}: {known}")
+    for slot, logical_block, block in plan.table_updates:
         print(f"   slot {slot}: block_table[{logical_block}] = {block}")
     for item in plan.items:
         start = "the next position" if item.start is None else f"position {item.start}"

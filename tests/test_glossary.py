@@ -47,6 +47,7 @@ RETIRED_WORDS = {
     "patient": "offline",
     "polite": "step budget",
     "pulse": "heartbeat",
+    "rehearsal": "dummy run",
     "ride": "piggyback",
     "rider": "piggyback",
     "riders": "piggyback",

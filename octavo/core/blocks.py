@@ -6,9 +6,9 @@ It knows blocks and hashes, not sequences. Every block is in exactly one state:
     cached   no table holds it, content is known   ref_counts == 0, hash set   } in free_blocks
     free     no table holds it, nothing to reuse   ref_counts == 0, no hash    }
 
-free_blocks holds free ones newest first, then cached ones least recently used first. No sequence
-uses block 0: padding in a batch writes to it. Cached blocks may belong to a tenant
-(cache_quota.py).
+free_blocks has them in the order in which allocate() takes them: first the free ones, the one that
+was released last in front, then the cached ones, the least recently used in front. No sequence uses
+block 0: padding in a batch writes to it. Cached blocks may belong to a tenant (cache_quota.py).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class BlockPool:
         return sum(self.ref_counts[block] == 0 for block in self.hash_index.values())
 
     def allocate(self) -> int:
-        """Return a block to write to. Evicts the least recently used content if none is free."""
+        """Return a block to write to. If no block is free, a cached block loses its content."""
         block, _ = self.free_blocks.popitem(last=False)
         if self.tenants[block] and self.hashes[block] is not None:
             block = self._apply_quota(block)
@@ -77,15 +77,15 @@ class BlockPool:
         return block
 
     def unpublish(self, block: int) -> None:
-        """Remove a block that will be overwritten from the index. Its content may move to a lower
-        tier."""
+        """Remove from the index a block that is about to be overwritten. Its content is valid, so
+        PrefixCache.demote() may keep it in a lower tier."""
         content_hash = self.hashes[block]
         if content_hash is not None and (full_block := self.full_block(content_hash)):
             self.unpublished_blocks.append(full_block)
         self.invalidate(block)
 
     def invalidate(self, block: int) -> None:
-        """Remove a block from the index whose content must not be used any more, in any tier."""
+        """Remove a block from the index without offering its content to a lower tier."""
         content_hash = self.hashes[block]
         if content_hash is not None:
             self.hashes[block] = None
@@ -124,7 +124,8 @@ class BlockPool:
                 self.quota.add(self.tenants[block], block)
 
     def publish(self, full_block: FullBlock, tenant: str = "") -> None:
-        """Publish a full, committed block. It is not written again while it is published."""
+        """Enter a full, committed block into the index. If the index has another block with the
+        same content, this one stays out of it, and is free once it is released."""
         block = full_block.block
         if full_block.hash not in self.hash_index and self.hashes[block] is None:
             self.hash_index[full_block.hash] = block
@@ -146,7 +147,8 @@ class BlockPool:
         return block
 
     def match(self, hashes: list[bytes], tokens: array[int]) -> list[int]:
-        """Return the blocks of the longest known prefix."""
+        """Return the blocks of the longest prefix of `tokens` that the index has. `hashes` is its
+        hash chain."""
         blocks: list[int] = []
         for index, content_hash in enumerate(hashes):
             start = index * self.block_size
@@ -157,6 +159,7 @@ class BlockPool:
         return blocks
 
     def full_block(self, content_hash: bytes) -> FullBlock | None:
+        """Return the published block with this hash."""
         block = self.hash_index.get(content_hash)
         if block is None:
             return None

@@ -1,4 +1,4 @@
-"""The counters of the scheduler."""
+"""What the scheduler counts, and how long the host spends in each part of the loop."""
 
 from __future__ import annotations
 
@@ -24,3 +24,16 @@ class Counters:
     # Sum over all steps of the sequences that paused for an urgent request.
     paused: int = field(default=0, repr=False)
     tiers: TierCounters = field(default_factory=TierCounters, repr=False)
+
+
+@dataclass(slots=True)
+class HostTime:
+    """The seconds that the host spent in each part of the loop.
+
+    All parts except `wait` should overlap with the work of the device."""
+
+    plans: int = 0  # calls of Scheduler.plan(), also those that found nothing to do
+    plan: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
+    commit: float = 0.0

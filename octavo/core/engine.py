@@ -12,15 +12,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from octavo.core.counters import HostTime
 from octavo.core.scheduler import Scheduler
 from octavo.errors import DeviceOutOfMemory
 from octavo.events import StepCommitted, StepFailed, StepLanded, StepPlanned, StepTimestamps
-from octavo.types import HostTime, Output, Plan, Request, StepResult
+from octavo.types import Output, Plan, Request, StepResult
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.0005  # between two looks at a batch that is still forming
@@ -77,24 +76,6 @@ class Engine:
     def stop(self, request_id: str, index: int) -> None:
         self.scheduler.stop(request_id, index)
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Run steps that compile or test: nothing listens to them, and neither cache lookups nor
-        drafts are counted."""
-        counters = self.scheduler.counters
-        queried_tokens = counters.queried_tokens
-        cached_tokens = counters.cached_tokens
-        speculation = self.scheduler.speculation
-        drafts = None if speculation is None else deepcopy(speculation.counters)
-        try:
-            with self.events.muted():
-                yield
-        finally:
-            counters.queried_tokens = queried_tokens
-            counters.cached_tokens = cached_tokens
-            if speculation is not None and drafts is not None:
-                speculation.counters = drafts
-
     def step(self) -> list[Output]:
         """Launch the next step, if there is one, then commit the oldest result that is due."""
         if self._late_outputs:
@@ -131,6 +112,7 @@ class Engine:
             return self._fail(step.plan, error)
         landed_at = clock()
         host_time.wait += landed_at - launched_at
+        # A step begins when it is planned or, with several in flight, when the one before it lands.
         seconds = landed_at - max(step.started_at, self._last_landing)
         self._last_landing = landed_at
         if StepLanded in self.events.listeners:

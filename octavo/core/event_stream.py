@@ -42,6 +42,7 @@ from octavo.events import (
     BlocksShared,
     CacheCleared,
     DiskListed,
+    DummyRunEnded,
     Event,
     Failed,
     Finished,
@@ -51,7 +52,6 @@ from octavo.events import (
     NotAdmitted,
     NotPlanned,
     Preempted,
-    RehearsalEnded,
     RequestRefused,
     SettingsChanged,
     StepCommitted,
@@ -188,7 +188,7 @@ class EventStream:
             TierReady: self._on_ready,
             TierDropped: self._on_forget,
             DiskListed: self._on_list,
-            RehearsalEnded: self._on_rehearsal,
+            DummyRunEnded: self._on_dummy_run,
             SettingsChanged: self._on_settings,
         }
 
@@ -487,7 +487,7 @@ class EventStream:
     def _on_list(self, event: DiskListed) -> None:
         self._add("listed", event, event.num_contents)
 
-    def _on_rehearsal(self, event: RehearsalEnded) -> None:
+    def _on_dummy_run(self, event: DummyRunEnded) -> None:
         self._begin()
         self.add_snapshot()
 

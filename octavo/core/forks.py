@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 from octavo.core.beam_search import BeamSearch, Continuation, extend_beam, has_reported
 from octavo.core.blocks import BlockPool
-from octavo.core.queues import Queues, fill_slot
+from octavo.core.queues import Queues
+from octavo.core.slot_fills import fill_slot
 from octavo.events import PRUNED, SEARCH_OVER, BlocksShared, Forked
 from octavo.types import Output, Plan, Sequence, Status, TokenLogprobs, child_seed
 
@@ -115,7 +116,7 @@ class SequenceGroups:
         """Fill the batch slots of forks and beams that have changed since the last plan."""
         for seq in self.stale_slots.values():
             if seq.status is Status.RUNNING:
-                plan.new_slots.append(fill_slot(seq))
+                plan.slot_fills.append(fill_slot(seq))
         self.stale_slots.clear()
 
     # ---- beams -----------------------------------------------------------------------------------

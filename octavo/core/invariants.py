@@ -61,8 +61,8 @@ def check_groups(groups: SequenceGroups) -> None:
 def check_positions(seq: Sequence, block_size: int, depth: int) -> None:
     in_order = seq.computed <= seq.planned <= len(seq.block_table) * block_size
     assert in_order, f"{seq.id}: positions out of order"
-    settled = seq.steps_in_flight or seq.planned == seq.computed
-    assert settled, f"{seq.id}: planned differs from computed with no step in flight"
+    agree = seq.steps_in_flight or seq.planned == seq.computed
+    assert agree, f"{seq.id}: planned differs from computed with no step in flight"
     assert 0 <= seq.steps_in_flight <= depth, f"{seq.id}: {seq.steps_in_flight} steps in flight"
     assert seq.planned < seq.position_limit, f"{seq.id}: planned beyond its limit"
     assert 0 <= seq.drafts_in_flight <= seq.planned - seq.computed, f"{seq.id}: drafts are lost"

@@ -3,7 +3,7 @@ a lower tier, or are being computed by another sequence.
 
     block_hashes  a b c d e f g    hash chain of the full blocks, one token left to compute
     pool          a b              shared at once
-    tiers             c d          loaded into new blocks
+    tiers             c d          loaded into new blocks, unless that is slower than computing them
     computing             e f      another sequence computes them: worth waiting for if they are
                                    most of the rest
 
@@ -22,10 +22,10 @@ from octavo.types import DiskWait, Plan, Sequence, StepResult
 
 
 class Match(NamedTuple):
-    """The known prefix of a text."""
+    """The longest prefix of a text that is on the device or can be loaded."""
 
-    blocks: list[int]  # physical blocks; 0 for a block that a lower tier has
-    loads: list[tuple[int, int]]  # (logical block, host block) of the blocks to load
+    blocks: list[int]  # physical block of each logical block; 0: it is in `loads`
+    loads: list[tuple[int, int]]  # (logical block, host block)
 
 
 class PrefixCache:
@@ -68,7 +68,7 @@ class PrefixCache:
         return num_blocks * self.block_size
 
     def match(self, seq: Sequence) -> Match | None:
-        """Find the known prefix. None: another sequence is computing most of the rest."""
+        """Find the known prefix, or return None if another sequence computes most of the rest."""
         if not self.may_match(seq):
             return Match([], [])
         num_full = (len(seq.tokens) - 1) // self.block_size  # always leave a token to compute
@@ -90,22 +90,24 @@ class PrefixCache:
         return self.enabled and not seq.needs_all_positions
 
     def waits_for_disk(self, seq: Sequence) -> bool:
-        """Return whether the sequence waits and no host block has settled since it last looked."""
+        """Return whether a sequence waits for blocks from disk, and none has arrived or failed to
+        arrive since it last looked."""
         return (
             self.tiers is not None
             and seq.disk_wait is DiskWait.WAITING
-            and seq.settled_seen == self.tiers.settled
+            and seq.num_settled_seen == self.tiers.num_settled
         )
 
-    def request_from_disk(
+    def fetch_and_promote(
         self, seq: Sequence, match: Match, plan: Plan, reserved: int
     ) -> int | None:
-        """Fetch the blocks that follow a match from disk, and promote those that have arrived.
+        """Fetch the blocks that follow a match from disk to host memory. Promote those that have
+        arrived: load them into device blocks, where they are verified before any sequence has them.
 
-        Promotion leaves `reserved` device blocks free. Returns None if the sequence need not wait.
-        Otherwise it returns the token cost of the promotions: how many tokens the device could
-        compute in the same time. Blocks that cannot be promoted for lack of room are removed from
-        the match: the sequence computes them."""
+        Promotions leave `reserved` device blocks free. Returns None if the sequence need not wait
+        for the disk, and otherwise how many tokens the device could compute while it loads the
+        promoted blocks. Blocks that lack the room to be promoted leave the match: the sequence
+        computes them."""
         tiers = self.tiers
         if tiers is None or not self.may_match(seq):
             return None
@@ -181,7 +183,7 @@ class PrefixCache:
             self.tiers.invalidate(seq.block_hashes)
 
     def demote(self, plan: Plan) -> None:
-        """Move what the plan evicts from the device to the lower tiers. The plan is complete."""
+        """Add stores to a complete plan for the contents that it evicts from the device."""
         if self.tiers is not None:
             self.tiers.demote(self.pool, plan)
             plan.awaits_disk = bool(self.tiers.fetching or self.tiers.promoting)
@@ -190,13 +192,13 @@ class PrefixCache:
     def commit(self, plan: Plan, result: StepResult) -> None:
         if self.tiers is not None:
             self.tiers.commit(plan, result)
-            self.tiers.finish_promotions(plan, self.pool, True, result.corrupt_host_blocks)
+            self.tiers.finish_promotions(plan, self.pool, corrupt=result.corrupt_host_blocks)
 
     def fail(self, plan: Plan) -> None:
         """Undo the moves between tiers of a step that failed."""
         if self.tiers is not None:
             self.tiers.fail(plan)
-            self.tiers.finish_promotions(plan, self.pool, loaded=False)
+            self.tiers.finish_promotions(plan, self.pool, failed=True)
 
     def flush(self, plan: Plan) -> None:
         """Store what only the device holds, if there is a disk to save it to."""

@@ -2,12 +2,12 @@
 
 Queues moves sequences between these three lists. It decides nothing.
 
-    enqueue         start_prefill       move_to_decode
-      |               |                   |
-    waiting  ---->  prefilling  ------->  decoding          RUNNING: these two hold a batch slot
-      ^               |    ^              |  |  ^
-      |               |    +- move_back --+  |  start_decode: a fork starts here
-      +--- requeue ---+----- remove ---------+
+    enqueue         start_prefill                  move_to_decode
+      |               |                              |
+    waiting  ---->  prefilling  ------------------>  decoding    RUNNING: these two hold a slot
+      ^               |    ^                         |  |  ^
+      |               |    +- move_back_to_prefill --+  |  start_decode: a fork starts here
+      +-- requeue ----+------------ remove -------------+
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from operator import attrgetter
 
-from octavo.core.beam_search import num_candidates
 from octavo.core.policy import Policy
-from octavo.types import NewSlot, Sequence, Status
+from octavo.types import Sequence, Status
 
 by_rank = attrgetter("rank")
 
@@ -50,8 +49,9 @@ class Queues:
         insort(self.waiting, seq, key=by_rank)
 
     def _place_in_batch(self, seq: Sequence, arrival_number: int) -> tuple[int, int]:
-        """Return the number of the request's offline batch, which is that of its first request, and
-        the place in it. Any other request is a batch of its own."""
+        """Return the number of a request's offline batch, and its place in that batch. A batch has
+        the arrival number of its first request. A request that is not offline is a batch of its
+        own."""
         request = seq.request
         if not (self.longest_offline_first and request.offline):
             self._batch_arrival = None
@@ -65,7 +65,8 @@ class Queues:
     def requeue(self, seq: Sequence) -> None:
         """Put a sequence that has run before back into its place in the queue.
 
-        Under a policy with changing ranks it comes first from now on: no livelock."""
+        Under a policy with changing ranks, it comes first from now on. Otherwise two sequences
+        could preempt each other for ever."""
         if not self.policy.fixed_ranks:
             seq.rank = (-math.inf, *seq.rank[1:])
         seq.status = Status.WAITING
@@ -119,27 +120,3 @@ class Queues:
             assert seq.status is Status.RUNNING, f"{seq.id}: runs but has another status"
         slots = sorted(self.free_slots + [seq.slot for seq in self.running])
         assert slots == list(range(self.num_slots)), "a batch slot is lost or used twice"
-
-
-def fill_slot(seq: Sequence) -> NewSlot:
-    """Describe a running sequence to the device."""
-    params = seq.params
-    num_logprobs = params.logprobs
-    if params.ranked:
-        num_needed = num_candidates(seq) if params.use_beam_search else 0
-        num_logprobs = max(num_logprobs or 0, num_needed)
-    return NewSlot(
-        seq_id=seq.id,
-        epoch=seq.epoch,
-        slot=seq.slot,
-        tokens=seq.tokens[:],
-        computed=seq.computed,
-        block_table=list(seq.block_table),
-        prompt_len=seq.kept_prompt_tokens,
-        seed=seq.seed,
-        stop_ids=seq.stop_ids,
-        params=params,
-        num_logprobs=num_logprobs,
-        dropped_tokens=seq.dropped_tokens,
-        dropped_output_tokens=seq.dropped_tokens - seq.dropped_prompt_tokens,
-    )

@@ -8,7 +8,7 @@ It knows sequences and blocks, no tensors. A live sequence is in one of three pl
 
 plan() fills a token budget: decoding sequences first, then prompts in rank order. A share of it is
 for short prompts that would otherwise wait for a long one. Several plans may be in flight, so
-plan() looks at `planned` (where a sequence will be once they land) and commit() advances `computed`
+plan() looks at `planned` (where a sequence will be after them) and commit() advances `computed`
 (where it is).
 
 This file is the loop: admit, plan, commit, preempt, finish. It relies on
@@ -45,12 +45,13 @@ from octavo.core.invariants import check_invariants
 from octavo.core.policy import find_policy
 from octavo.core.prefix import Match, PrefixCache
 from octavo.core.prompt_results import add_states, pooled_output, store_prompt_logprobs
-from octavo.core.queues import Queues, by_rank, fill_slot
+from octavo.core.queues import Queues, by_rank
 from octavo.core.repetition import REPETITION_DETECTED, is_repeating
 from octavo.core.request_checks import new_sequence
 from octavo.core.sampled_tokens import advance_guide, is_usual_token, may_stop
 from octavo.core.scheduler_reports import SchedulerReports
-from octavo.core.speculation import Speculation, StepDrafts, allowed_drafts, useful_drafts
+from octavo.core.slot_fills import fill_slot
+from octavo.core.speculation import Speculation, StepDrafts, allowed_drafts, drafts_before_stop
 from octavo.core.step_shape import StepShape, StepShaper, piggybacks
 from octavo.core.tables import blocks_to_admit, drop_block, grow_table, reserve, tokens_to_prefill
 from octavo.errors import GuideError, InvalidRequest, NotANumber
@@ -115,7 +116,9 @@ class Scheduler:
         self.policy = find_policy(schedule.policy)
         self.pool = BlockPool(cache.num_blocks, cache.block_size, self.events)
         self.prefix = PrefixCache(cache, self.pool)
-        self.queues = Queues(self.policy, schedule.max_num_seqs, piggybacks(schedule))
+        self.queues = Queues(
+            self.policy, schedule.max_num_seqs, longest_offline_first=piggybacks(schedule)
+        )
         self.groups = SequenceGroups(self.queues, self.pool)
         self.shaper = StepShaper(schedule, self.queues, self.prefix)
         self.reports = SchedulerReports(self.events, self.queues, self.prefix, self.shaper)
@@ -125,7 +128,7 @@ class Scheduler:
             self.events.subscribe(self.speculation.learn, StepLanded)
         self.arrivals = 0
         self.token_budget = schedule.max_num_batched_tokens  # budget of the latest plan
-        # Waiting sequences lack slots, blocks or a batch, not just the next step.
+        # Sequences wait for slots, blocks or a batch to form, and not only for the next step.
         self.saturated = False
         self.counters = Counters()
         # Short names for parts of the objects above. They are never replaced.
@@ -207,7 +210,7 @@ class Scheduler:
 
     def fail(self, plan: Plan, error: str) -> list[Output]:
         """End every request in a step that failed. Other requests do not depend on its results."""
-        request_ids = {seq.request.id: None for seq in self._undo(plan)}
+        request_ids = {seq.request.id: None for seq in self._end_failed_step(plan)}
         return [
             output
             for request_id in request_ids
@@ -215,9 +218,9 @@ class Scheduler:
         ]
 
     def retry_smaller(self, plan: Plan, error: str, code: str) -> list[Output]:
-        """Compute the sequences of a step that exceeded the device's memory again, in steps half as
-        large. A request that fails alone twice ends with an error."""
-        affected = self._undo(plan)
+        """Preempt the sequences of a step that exceeded the device's memory. They are computed
+        again in steps half as large. A request that fails alone twice ends with an error."""
+        affected = self._end_failed_step(plan)
         self.counters.oom_steps += 1
         token_cap = self.shaper.token_cap
         token_cap.halve(plan.num_tokens, self.counters.plans)
@@ -234,10 +237,10 @@ class Scheduler:
             for output in self.abort(request_id, "error", error, code)
         ]
 
-    def _undo(self, plan: Plan) -> list[Sequence]:
-        """Cancel a step that brings no results. Returns the live sequences that were in it."""
+    def _end_failed_step(self, plan: Plan) -> list[Sequence]:
+        """Undo a step's moves between tiers. Returns the live sequences that were in the step."""
         self.prefix.fail(plan)
-        planned = [(new.seq_id, new.epoch) for new in plan.new_slots]
+        planned = [(fill.seq_id, fill.epoch) for fill in plan.slot_fills]
         planned += [(item.seq_id, item.epoch) for item in plan.items]
         affected = {}
         for seq_id, epoch in planned:
@@ -319,7 +322,7 @@ class Scheduler:
         block_size = self.pool.block_size
         ref_counts = self.pool.ref_counts
         max_positions = self.max_kv_positions
-        samples_heavy = self.cache.kv_eviction == "heavy"
+        needs_attention = self.cache.kv_eviction == "heavy"
         decoding = self.decoding
         drafts = self._begin_drafts(fill)
         waits_to_draft = drafts is not None and drafts.waits_for_tokens
@@ -334,7 +337,7 @@ class Scheduler:
                 seq.guide is not None or seq.beam is not None or waits_to_draft
             ):
                 continue
-            # A block leaves a full bounded KV only after all of its writes have landed.
+            # A block leaves a full bounded KV only after every step that writes to it.
             if position >= max_positions and seq.steps_in_flight:
                 continue
             block = position // block_size
@@ -350,7 +353,7 @@ class Scheduler:
             end = position + count
             seq.planned = end
             seq.steps_in_flight += 1
-            wants_mass = samples_heavy and samples_attention(seq, position, self.cache)
+            wants_mass = needs_attention and samples_attention(seq, position, self.cache)
             # By position, because keywords would double the cost of the loop's only allocation:
             # seq_id, epoch, slot, start, num_tokens, sample, max_kv_len, prompt_logprobs,
             # wants_attention_mass, num_drafts
@@ -362,7 +365,7 @@ class Scheduler:
 
     def _begin_drafts(self, fill: StepFill) -> StepDrafts | None:
         """Return what chooses the drafts of this step, or None if it verifies none. A step that may
-        compute prompts verifies none: prompts use the arithmetic that drafts would."""
+        compute prompts verifies none, because prompts use the device better than drafts."""
         if self.speculation is None or not self.decoding:
             return None
         if self.prefilling or (self.waiting and self.queues.free_slots):
@@ -371,15 +374,16 @@ class Scheduler:
 
     def _plan_drafts(self, seq: Sequence, drafts: StepDrafts, plan: Plan) -> int:
         """Choose drafts to be verified behind the next token of a sequence, and reserve the blocks
-        that their positions need. Drafts preempt nobody. Returns how many."""
+        that their positions need. Drafts preempt no sequence. Returns how many."""
         item = len(plan.items)
-        room = seq.position_limit - seq.planned - 2  # each draft may be followed by a token
+        # The step computes the next token and the drafts. The last token is never computed.
+        room = seq.position_limit - seq.planned - 2
         if seq.beam is not None or room < 1:
             return 0
         tokens, count = drafts.propose(seq, room)
         masks: list[bytes] = []
         if tokens is not None:
-            tokens = useful_drafts(seq, tokens)
+            tokens = drafts_before_stop(seq, tokens)
             if seq.guide is not None and tokens:
                 tokens, masks = allowed_drafts(seq.guide, tokens)
             count = len(tokens)
@@ -395,10 +399,10 @@ class Scheduler:
         return count
 
     def _reserve_or_preempt(self, seq: Sequence, next_index: int, fill: StepFill) -> bool:
-        """Reserve a block for a decoding sequence, preempting others for it. False: the sequence
-        was preempted itself, because no sequence after it is left."""
+        """Reserve a block for a decoding sequence, preempting others for it. Returns False if the
+        sequence was preempted itself, because no sequence after it is left."""
         while not self._reserve(seq, 1, fill.plan):
-            # Only sequences that are not in the plan yet: plans are never edited.
+            # Plans are never edited, so a sequence that is in this plan is not a candidate.
             candidates = self.decoding[next_index:]
             candidates += [other for other in self.prefilling if other.rank > seq.rank]
             victim = self.policy.victim(candidates) if candidates else seq
@@ -452,9 +456,9 @@ class Scheduler:
             yield seq
 
     def _plan_chunk(self, seq: Sequence, fill: StepFill) -> bool:
-        """Plan the next chunk of a prompt that has started. False: it waits for blocks of sequences
-        that rank before it, or for a step with room for the whole prompt if prompts are not
-        chunked. No prompt after it is planned in this step."""
+        """Plan the next chunk of a prompt that has started. Returns False, so that no prompt after
+        it is planned, if it must wait: for blocks of sequences that rank before it or, without
+        chunked prefill, for a step that has room for the whole prompt."""
         wanted = tokens_to_prefill(seq, seq.planned)
         if wanted <= 0:
             return True
@@ -483,13 +487,14 @@ class Scheduler:
         return 0
 
     def _reserve(self, seq: Sequence, num_tokens: int, plan: Plan) -> bool:
-        """Make the blocks exclusive that the next positions are written to, or change nothing."""
+        """Reserve blocks for the next positions, dropping one if the sequence's bounded KV is full.
+        If the pool has too few, returns False and changes nothing."""
         if seq.planned + num_tokens <= self.max_kv_positions:
             return reserve(self.pool, seq, num_tokens, plan)
         if not drop_block(self.pool, self.cache, seq, plan):
             return False
         self.counters.dropped_blocks += 1
-        plan.new_slots.append(fill_slot(seq))
+        plan.slot_fills.append(fill_slot(seq))
         return True
 
     def _schedule_chunk(self, seq: Sequence, num_tokens: int, plan: Plan) -> None:
@@ -509,7 +514,7 @@ class Scheduler:
                 num_tokens=num_tokens,
                 sample=is_last and seq.request.pooling is None,
                 max_kv_len=seq.planned,
-                prompt_logprobs=seq.params.prompt_logprobs if seq.owes_prompt_logprobs else None,
+                prompt_logprobs=seq.params.prompt_logprobs if seq.lacks_prompt_logprobs else None,
                 pooling=seq.request.pooling,
             )
         )
@@ -542,7 +547,7 @@ class Scheduler:
             return 0
         # Promotions leave a free block for the next token of each running sequence.
         num_running = self.schedule.max_num_seqs - len(self.queues.free_slots)
-        load_cost = self.prefix.request_from_disk(seq, match, fill.plan, reserved=num_running)
+        load_cost = self.prefix.fetch_and_promote(seq, match, fill.plan, reserved=num_running)
         if load_cost is not None:
             self.reports.leave_waiting(seq, reasons.DISK_READ)
             return load_cost
@@ -551,7 +556,7 @@ class Scheduler:
     def _admit(self, seq: Sequence, match: Match, token_budget: int, fill: StepFill) -> int:
         """Give a sequence a slot, its cached blocks, blocks to load into and blocks for its first
         chunk. Returns the tokens used: a load counts as many tokens as could be computed in its
-        time. 0: there are too few blocks."""
+        time. It returns 0, and admits no sequence, if there are too few blocks."""
         plan = fill.plan
         num_cached = len(match.blocks) * self.pool.block_size
         wanted = tokens_to_prefill(seq, num_cached)
@@ -575,7 +580,7 @@ class Scheduler:
             self.counters.cached_tokens += num_cached
         else:
             self.counters.recomputed_tokens += max(seq.preempted_positions - num_cached, 0)
-        plan.new_slots.append(fill_slot(seq))
+        plan.slot_fills.append(fill_slot(seq))
         if num_tokens > 0:
             self._schedule_chunk(seq, num_tokens, plan)
         return max(num_tokens, 1) + self.prefix.load_cost_tokens(len(match.loads))
@@ -608,7 +613,7 @@ class Scheduler:
                 store_prompt_logprobs(seq, item, result.prompt_logprobs[index])
             if item.wants_attention_mass:
                 add_attention_sample(seq, result.attention_mass[index])
-            if tokens and tokens[-1] < 0:
+            if tokens and tokens[-1] < 0:  # no logit was finite
                 outputs += self._fail_not_a_number(seq)
                 continue
             if caching and seq.computed >= (seq.published_blocks + 1) * block_size:
@@ -748,7 +753,7 @@ class Scheduler:
         seq.disk_wait = DiskWait.NOT_ASKED
         seq.preempt_reason = reason
         self._release(seq)
-        if len(seq.tokens) > self.max_kv_positions:  # do not recompute the block to drop next
+        if len(seq.tokens) > self.max_kv_positions:  # the next block to drop is not recomputed
             drop_block_tokens(seq, pick_block(seq, self.cache), self.pool.block_size)
         seq.epoch += 1
         seq.preemptions += 1
@@ -756,7 +761,7 @@ class Scheduler:
         self.queues.requeue(seq)
 
     def _finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
-        """End a sequence."""
+        """Remove a sequence from the scheduler. Its last output, if any, is made by the caller."""
         self.reports.ended(seq, reason, error)
         if seq.status is Status.RUNNING:
             self._release(seq)

@@ -109,8 +109,8 @@ class CostRunner:
         self.slots: dict[int, tuple[int, int]] = {}
 
     def launch(self, plan: Plan) -> SimulatedStep:
-        for new in plan.new_slots:
-            self.slots[new.slot] = new.seed, len(new.tokens)
+        for fill in plan.slot_fills:
+            self.slots[fill.slot] = fill.seed, len(fill.tokens)
         sampled: list[list[int]] = []
         for item in plan.items:
             request, num_known = self.slots[item.slot]

@@ -143,9 +143,9 @@ class SequenceSpans:
         loaded_blocks = {block for _, block in plan.loads}
         if not loaded_blocks:
             return
-        for new_slot in plan.new_slots:
-            followed = self.followed.get(new_slot.seq_id)
-            if followed is not None and loaded_blocks.intersection(new_slot.block_table):
+        for fill in plan.slot_fills:
+            followed = self.followed.get(fill.seq_id)
+            if followed is not None and loaded_blocks.intersection(fill.block_table):
                 last = followed.spans[-1]
                 last.name = "swapped" if last.name == "preempted" else last.name
 

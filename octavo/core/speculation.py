@@ -464,7 +464,7 @@ def host_drafter(config: SpeculativeConfig) -> HostDrafter | None:
     return None
 
 
-def useful_drafts(seq: Sequence, drafts: array[int]) -> array[int]:
+def drafts_before_stop(seq: Sequence, drafts: array[int]) -> array[int]:
     """Return the drafts before the first stop token: nothing after one is needed."""
     for count, token in enumerate(drafts):
         if token in seq.stop_ids:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from octavo.core.counters import HostTime
 from octavo.core.spans import rounded
 from octavo.events import Event, EventLog, StepFailed, StepLanded, StepPlanned
-from octavo.types import HostTime, Plan
+from octavo.types import Plan
 
 
 class StepSpans:

@@ -1,4 +1,4 @@
-"""Grows the block table of a sequence: its next positions take blocks from the pool.
+"""Block tables: how a sequence gets blocks for the positions that it writes next.
 
 A position is written only to a block that no other sequence holds. There are three ways to get
 such a block:
@@ -18,7 +18,8 @@ from octavo.core.bounded_kv import drop_block_tokens, pick_block
 from octavo.events import BlockCopied, BlockDropped, BlocksAllocated
 from octavo.types import Plan, Sequence
 
-# `published_blocks` of a sequence whose KV no longer belongs to a contiguous text.
+# `published_blocks` of a sequence whose KV no longer belongs to a contiguous text: the scheduler
+# publishes only the blocks after the first `published_blocks`, so it finds none.
 NEVER_PUBLISH = sys.maxsize
 
 
@@ -38,15 +39,15 @@ def blocks_to_admit(pool: BlockPool, matched: list[int], num_tokens: int) -> int
     """Return how many blocks an admission takes off the free list.
 
     The sequence starts with the `matched` blocks and computes `num_tokens` more. A matched block
-    that some table holds takes none. Block 0 in `matched` is loaded into a new block."""
+    that some table holds takes none. A 0 in `matched` stands for a block that is loaded from a
+    lower tier: it takes a new block."""
     total = -(-(len(matched) * pool.block_size + num_tokens) // pool.block_size)
     return total - sum(pool.ref_counts[block] > 0 for block in matched if block)
 
 
 def reserve(pool: BlockPool, seq: Sequence, num_tokens: int, plan: Plan) -> bool:
-    """Make every block exclusive that the next `num_tokens` positions are written to.
-
-    Returns False, and changes nothing, if the pool has too few blocks."""
+    """Give a sequence blocks of its own for its next `num_tokens` positions: shared blocks are
+    copied, and new ones appended. If the pool has too few, returns False and changes nothing."""
     table = seq.block_table
     first = seq.planned // pool.block_size
     last = (seq.planned + num_tokens - 1) // pool.block_size
@@ -62,13 +63,13 @@ def reserve(pool: BlockPool, seq: Sequence, num_tokens: int, plan: Plan) -> bool
         source = table[index]
         table[index] = pool.allocate()
         plan.copies.append((source, table[index]))
-        plan.block_appends.append((seq.slot, index, table[index]))
+        plan.table_updates.append((seq.slot, index, table[index]))
         pool.release(source)
         if BlockCopied in pool.events.listeners:
             pool.events.emit(BlockCopied(seq, source, table[index]))
     first_new = len(table)
     for index, block in enumerate(grow_table(pool, seq, last + 1), first_new):
-        plan.block_appends.append((seq.slot, index, block))
+        plan.table_updates.append((seq.slot, index, block))
     return True
 
 

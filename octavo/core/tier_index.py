@@ -100,9 +100,9 @@ class TierIndex:
         self.on_disk: set[bytes] = set()
         self.promotions: dict[int, list[Promotion]] = {}  # by step in flight
         self.promoting: dict[bytes, int] = {}  # hash -> device block, unless invalidated since
-        # Number of fills and promotions that have ended. A waiting sequence looks again when this
+        # How many fills and promotions have ended. A waiting sequence looks again when this number
         # has changed.
-        self.settled = 1
+        self.num_settled = 1
         self.counters = TierCounters()
         self.costs = OffloadCosts(block_size, block_bytes / HOST_RATE, block_bytes / DISK_RATE)
         self.fetch_ids: Iterator[int] = count(1)
@@ -207,7 +207,7 @@ class TierIndex:
             self._start_fetch(seq, index, plan)
         waits = bool(missing or num_filling or num_promoting)
         seq.disk_wait = DiskWait.WAITING if waits else DiskWait.OVER
-        seq.settled_seen = self.settled
+        seq.num_settled_seen = self.num_settled
         return waits
 
     def _start_fetch(self, seq: Sequence, index: int, plan: Plan) -> None:
@@ -267,19 +267,19 @@ class TierIndex:
         if promotions:
             self.promotions.setdefault(plan.step, []).extend(promotions)
             seq.disk_wait = DiskWait.WAITING
-            seq.settled_seen = self.settled
+            seq.num_settled_seen = self.num_settled
         return len(promotions)
 
     def finish_promotions(
-        self, plan: Plan, pool: BlockPool, loaded: bool, corrupt: Collection[int] = ()
+        self, plan: Plan, pool: BlockPool, failed: bool = False, corrupt: Collection[int] = ()
     ) -> None:
-        """Publish what the step promoted, if it was loaded and verified and has not been
-        invalidated since. A content that failed is not tried again."""
+        """Publish what a step promoted, unless the step failed, or the content is corrupt or was
+        invalidated meanwhile. Such a content is not promoted again."""
         # Tail first, so that prefixes outlive suffixes in the cache.
         for full_block, host_block, tenant in reversed(self.promotions.pop(plan.step, [])):
             if self.promoting.get(full_block.hash) == full_block.block:
                 del self.promoting[full_block.hash]
-                if loaded and host_block not in corrupt:
+                if not failed and host_block not in corrupt:
                     pool.publish(full_block, tenant)
                     self.counters.disk_tokens += self.block_size
                 else:
@@ -290,7 +290,7 @@ class TierIndex:
             pool.release(full_block.block)
             if BlocksReleased in self.events.listeners:
                 self.events.emit(BlocksReleased(None, [full_block.block]))
-            self.settled += 1
+            self.num_settled += 1
 
     # ---- down: device to host memory and disk ----------------------------------------------------
 
@@ -443,7 +443,7 @@ class TierIndex:
 
     def _finish_filling(self, host_block: int, filled: bool) -> None:
         self.pin_counts[host_block] -= 1
-        self.settled += 1
+        self.num_settled += 1
         content_hash = self.hashes[host_block]
         if content_hash is not None:  # it was not invalidated meanwhile
             del self.filling[content_hash]

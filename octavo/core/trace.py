@@ -42,11 +42,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from octavo.core.blocks import chain_hash, root_hash
+from octavo.core.counters import HostTime
 from octavo.core.spans import SequenceSpans, TimeSpan, rounded
 from octavo.core.step_spans import StepSpans
 from octavo.errors import InvalidRequest
 from octavo.events import PRUNED, Event, EventLog, Failed, Finished
-from octavo.types import HostTime, Sequence
+from octavo.types import Sequence
 
 Number = TypeVar("Number", int, float)
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Device-resident state of running sequences: each holds one batch slot with its tokens, positions,
 block table and sampling parameters.
 
-Only plans change a slot (new_slots, block_appends and drafts), and the step itself, which writes
+Only plans change a slot (slot_fills, table_updates and drafts), and the step itself, which writes
 the tokens it sampled. A step can therefore be launched before the host knows the results of the one
 before it: its inputs are gathered from here, on the device.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo.ops import STEPS_PER_TEMPERATURE, SamplingColumns
 from octavo.ops.fused_spec import SlotMemory
 from octavo.runner.transfer import Upload
-from octavo.types import NewSlot, Plan
+from octavo.types import Plan, SlotFill
 
 
 class IntColumn(IntEnum):
@@ -50,18 +50,18 @@ MAX_INT32 = 2**31 - 1
 MIN_REPETITION_PENALTY = 1e-6
 
 
-def int_values(new: NewSlot) -> list[int]:
+def int_values(fill: SlotFill) -> list[int]:
     """Return a slot's integers, in the order of IntColumn."""
-    params = new.params
-    seed = new.seed & (2**64 - 1)
+    params = fill.params
+    seed = fill.seed & (2**64 - 1)
     return [
-        new.computed,
-        new.prompt_len,
-        min(params.min_tokens - new.dropped_output_tokens, MAX_INT32),
+        fill.computed,
+        fill.prompt_len,
+        min(params.min_tokens - fill.dropped_output_tokens, MAX_INT32),
         min(params.top_k, MAX_INT32) if params.top_k > 0 else MAX_INT32,
         _as_int32(seed & 0xFFFFFFFF),
         _as_int32(seed >> 32),
-        new.dropped_tokens,
+        fill.dropped_tokens,
         max_distance(params.min_p),
     ]
 
@@ -77,9 +77,9 @@ def _as_int32(bits: int) -> int:
     return bits - 2**32 if bits >= 2**31 else bits
 
 
-def float_values(new: NewSlot) -> list[float]:
+def float_values(fill: SlotFill) -> list[float]:
     """Return a slot's floats, in the order of FloatColumn."""
-    params = new.params
+    params = fill.params
     return [
         0.0 if params.greedy else params.temperature,
         params.top_p,
@@ -89,9 +89,9 @@ def float_values(new: NewSlot) -> list[float]:
     ]
 
 
-def is_special(new: NewSlot) -> bool:
+def is_special(fill: SlotFill) -> bool:
     """Return whether sampling needs more than Ops.choose: then a step takes the slow path."""
-    params = new.params
+    params = fill.params
     changes_logits = (
         params.has_penalties
         or params.logit_bias
@@ -99,7 +99,7 @@ def is_special(new: NewSlot) -> bool:
         or params.min_tokens
         or params.logits_processors
     )
-    return bool(changes_logits or new.num_logprobs is not None)
+    return bool(changes_logits or fill.num_logprobs is not None)
 
 
 class BatchSlots:
@@ -152,8 +152,8 @@ class BatchSlots:
             sampling=self.sampling,
         )
         # What each slot was filled with last.
-        self.new_slots: list[NewSlot | None] = [None] * num_slots
-        self.special_slots: set[int] = set()  # is_special() of their NewSlot
+        self.slot_fills: list[SlotFill | None] = [None] * num_slots
+        self.special_slots: set[int] = set()  # is_special() of their SlotFill
 
     def table_index(self, slot: int, logical_block: int) -> int:
         """Return the index into `flat` of an entry of a slot's block table."""
@@ -169,27 +169,32 @@ class BatchSlots:
         tables: dict[int, array[int]] = {}
         run_starts: list[int] = []  # index of each contiguous run of values
         runs: list[array[int] | array[float]] = []
-        for new in plan.new_slots:
-            self.new_slots[new.slot] = new
-            if is_special(new):
-                self.special_slots.add(new.slot)
+        for fill in plan.slot_fills:
+            self.slot_fills[fill.slot] = fill
+            if is_special(fill):
+                self.special_slots.add(fill.slot)
             else:
-                self.special_slots.discard(new.slot)
-            start = new.slot * self.columns
-            table = array("i", new.block_table)
-            tables[new.slot] = table
+                self.special_slots.discard(fill.slot)
+            start = fill.slot * self.columns
+            table = array("i", fill.block_table)
+            tables[fill.slot] = table
             run_starts += (
                 start,
                 start + self._floats_at,
                 start + self._table_at,
                 start + self._tokens_at,
             )
-            runs += (array("i", int_values(new)), array("f", float_values(new)), table, new.tokens)
+            runs += (
+                array("i", int_values(fill)),
+                array("f", float_values(fill)),
+                table,
+                fill.tokens,
+            )
         single_indices = array("q")
         single_values = array("i")
-        for slot, logical_block, block in plan.block_appends:
+        for slot, logical_block, block in plan.table_updates:
             if slot in tables and logical_block < len(tables[slot]):
-                # The slot is new in this plan: an index must not be written twice.
+                # The plan also fills the slot: an index must not be written twice.
                 tables[slot][logical_block] = block
             else:
                 single_indices.append(self.table_index(slot, logical_block))

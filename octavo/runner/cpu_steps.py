@@ -35,7 +35,7 @@ class CpuSteps:
 
     def replay_decode(self, plan: Plan) -> ForwardResult:
         """Run a step. Returns one row for each token that it computes."""
-        for slot, logical_block, block in plan.block_appends:
+        for slot, logical_block, block in plan.table_updates:
             self.flat[self.batch_slots.table_index(slot, logical_block)] = block
         max_len = max(item.max_kv_len for item in plan.items)
         slots = [item.slot for item in plan.items]

@@ -146,8 +146,8 @@ class StepGraphs:
         captured = self._graph_for(self.followed(GraphShape(size, size), plan))
         slots = [item.slot for item in plan.items]
         blocks = [0] * num_items
-        if plan.block_appends:
-            new_blocks = {slot: block for slot, _, block in plan.block_appends}
+        if plan.table_updates:
+            new_blocks = {slot: block for slot, _, block in plan.table_updates}
             blocks = [new_blocks.get(slot, 0) for slot in slots]
         num_padding = size - num_items
         padding = [self.batch_slots.padding_slot] * num_padding

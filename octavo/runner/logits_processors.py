@@ -26,7 +26,7 @@ from octavo.extensions import LOGITS_PROCESSORS, extension_names, find_extension
 from octavo.params import SamplingParams
 from octavo.runner.batch import ForwardResult
 from octavo.runner.batch_slots import BatchSlots
-from octavo.types import NewSlot
+from octavo.types import SlotFill
 
 State = TypeVar("State")
 # (output tokens, logits) -> logits, or (prompt tokens, output tokens, logits) -> logits. [V]
@@ -160,17 +160,17 @@ class LogitsPipeline:
         self._added: list[AddedRequest] = []
         self._tokens: dict[int, tuple[list[int], list[int]]] = {}  # slot -> prompt and output
 
-    def add(self, new_slots: list[NewSlot]) -> None:
+    def add(self, slot_fills: list[SlotFill]) -> None:
         """Add sequences that start, or that resume after a preemption."""
-        for new in new_slots:
-            if self.processors or new.params.logits_processors:
-                tokens = new.tokens.tolist()
-                prompt = tokens[: new.prompt_len]
-                output = tokens[new.prompt_len :]
-                self._tokens[new.slot] = (prompt, output)
-                self._added.append((new.slot, new.params, prompt, output))
+        for fill in slot_fills:
+            if self.processors or fill.params.logits_processors:
+                tokens = fill.tokens.tolist()
+                prompt = tokens[: fill.prompt_len]
+                output = tokens[fill.prompt_len :]
+                self._tokens[fill.slot] = (prompt, output)
+                self._added.append((fill.slot, fill.params, prompt, output))
             else:
-                self._tokens.pop(new.slot, None)
+                self._tokens.pop(fill.slot, None)
 
     def validate(self, params: SamplingParams) -> None:
         """Raise InvalidRequest for parameters that a processor cannot use."""
@@ -190,8 +190,8 @@ class LogitsPipeline:
         if self.processors:
             logits = self._run_processors(logits, slots)
         for row, slot in enumerate(slots):
-            content = state.new_slots[slot]
-            functions: list[Any] = (content and content.params.logits_processors) or []
+            fill = state.slot_fills[slot]
+            functions: list[Any] = (fill and fill.params.logits_processors) or []
             for function in functions:
                 logits[row] = call_processor(function, *self._tokens[slot], logits[row])
         return logits

@@ -247,7 +247,7 @@ class Runner:
     def _launch_step(self, plan: Plan, timer: StepTimer | None = None) -> StepHandle:
         """Launch everything of a step but its stores: as a decode graph, a mixed graph or a job of
         a CPU, or kernel by kernel."""
-        self.logits_pipeline.add(plan.new_slots)
+        self.logits_pipeline.add(plan.slot_fills)
         watched: list[int] = []
         if self.batch_slots.is_bounded:
             watched = [index for index, item in enumerate(plan.items) if item.wants_attention_mass]

@@ -49,8 +49,8 @@ class SampleJob:
         masks: dict[int, bytes],
     ) -> SampleJob:
         """`masks`: item -> packed mask of the tokens it may sample (Guide.mask)."""
-        filled = [new for slot in slots if (new := batch_slots.new_slots[slot]) is not None]
-        params = [new.params for new in filled]
+        filled = [fill for slot in slots if (fill := batch_slots.slot_fills[slot]) is not None]
+        params = [fill.params for fill in filled]
         allowed = [item for item, p in enumerate(params) if p.allowed_token_ids is not None]
         penalised = [item for item, p in enumerate(params) if p.has_penalties]
         bias = [
@@ -60,9 +60,9 @@ class SampleJob:
         ]
         banned = [
             (item, token)
-            for item, new in enumerate(filled)
-            if new.params.min_tokens
-            for token in new.stop_ids
+            for item, fill in enumerate(filled)
+            if fill.params.min_tokens
+            for token in fill.stop_ids
         ]
         permitted = [
             (row, token)
@@ -234,12 +234,12 @@ class RequestedLogprobs:
     def of(slots: list[int], batch_slots: BatchSlots) -> RequestedLogprobs:
         requested = RequestedLogprobs([], [], [])
         for item, slot in enumerate(slots):
-            new = batch_slots.new_slots[slot]
-            if new is None or new.num_logprobs is None:
+            fill = batch_slots.slot_fills[slot]
+            if fill is None or fill.num_logprobs is None:
                 continue
-            named = new.params.logprob_token_ids or []
+            named = fill.params.logprob_token_ids or []
             requested.items.append(item)
-            requested.counts.append(0 if named else new.num_logprobs)
+            requested.counts.append(0 if named else fill.num_logprobs)
             requested.named.append(named)
         return requested
 

@@ -69,7 +69,7 @@ def lay_out_drafts(
 def changes_slots(plan: Plan) -> bool:
     """Return whether a plan does more before its items than to append blocks. Stores do not
     count."""
-    return bool(not plan.items or plan.new_slots or plan.copies or plan.loads or plan.shifts)
+    return bool(not plan.items or plan.slot_fills or plan.copies or plan.loads or plan.shifts)
 
 
 def slots_to_draft(plan: Plan) -> list[list[int]]:

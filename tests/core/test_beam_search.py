@@ -63,7 +63,7 @@ def test_beams_sit_out_until_all_have_reported_and_others_go_on(depth: int) -> N
     assert [len(p.items) for p in (first, second)] == [2, 1]
     scheduler.commit(first, engine.runner.launch(first).wait())
     third, fourth = scheduler.plan(), scheduler.plan()
-    assert len(third.items) == 4 and len(third.new_slots) >= 2, (
+    assert len(third.items) == 4 and len(third.slot_fills) >= 2, (
         "three beams, of which two were forked"
     )
     assert len(fourth.items) == 1
@@ -94,7 +94,7 @@ def test_a_row_is_written_anew_only_where_the_device_chose_otherwise() -> None:
     rows = []
     while engine.scheduler.live:
         plan = engine.scheduler.plan()
-        rows.append(len(plan.new_slots))
+        rows.append(len(plan.slot_fills))
         engine.scheduler.commit(plan, engine.runner.launch(plan).wait())
     assert rows == [1] + [0] * 9, (
         "one beam always takes the likeliest token, which the device has taken too"

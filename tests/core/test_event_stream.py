@@ -12,6 +12,7 @@ import pytest
 
 from octavo.core import event_recorder
 from octavo.core.decision_sources import decision_sources
+from octavo.core.dummy_run import dummy_run
 from octavo.core.engine import Engine
 from octavo.core.event_recorder import EventRecorder, read_recording
 from octavo.core.event_stream import FIELDS, EventStream, encode_lines
@@ -264,7 +265,7 @@ def test_nothing_listens_before_the_first_sink_and_after_the_last() -> None:
 def test_after_steps_to_which_nothing_listens_a_new_stream_begins() -> None:
     engine = make_engine(12, 4, rows=3, budget=8, depth=1)
     _, lines = opened(engine)
-    with engine.rehearsal():
+    with dummy_run(engine):
         add(engine, "warm-up")
         run(engine)
     names = [line[4]["stream"] for line in lines if line[0] == "snapshot"]

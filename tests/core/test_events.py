@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from octavo import events
+from octavo.core.dummy_run import dummy_run
 from octavo.core.engine import Engine
 from octavo.events import (
     Admitted,
@@ -246,10 +247,10 @@ def test_no_event_is_built_if_nothing_listens(monkeypatch: pytest.MonkeyPatch) -
 def test_warm_up_steps_reach_no_listener_and_no_prompt_counter() -> None:
     engine = make_engine(20, 4, rows=2, budget=16, depth=1)
     received = listen(engine)
-    with engine.rehearsal():
+    with dummy_run(engine):
         add(engine, "a", 1, 9, max_tokens=2)
         run(engine)
-    assert list(map(describe, received)) == ["RehearsalEnded"]
+    assert list(map(describe, received)) == ["DummyRunEnded"]
     assert engine.scheduler.counters.queried_tokens == 0
     add(engine, "b", 20, 9, max_tokens=2)
     run(engine)

@@ -305,7 +305,7 @@ def test_a_high_priority_request_takes_a_row(depth: int) -> None:
     ask(engine, "high", max_tokens=3)
     plan = engine.scheduler.plan()
     assert {s.request.id for s in engine.scheduler.running} == {"low", "high"}
-    assert [row.seq_id for row in plan.new_slots] == [3] and len(plan.items) == 1, (
+    assert [row.seq_id for row in plan.slot_fills] == [3] and len(plan.items) == 1, (
         "it begins in the very plan that made room for it"
     )
     assert engine.scheduler.counters.preemptions == 1

@@ -366,7 +366,7 @@ def test_what_a_request_without_numbers_has_computed_is_not_found_again(host: in
     assert scheduler.pool.hash_index
     scheduler.commit(scheduler.plan(), StepResult([[-1]]))
     engine.add(Request("b", prompt, SamplingParams(max_tokens=3, ignore_eos=True, seed=1)))
-    assert not scheduler.pool.hash_index and scheduler.plan().new_slots[0].computed == 0
+    assert not scheduler.pool.hash_index and scheduler.plan().slot_fills[0].computed == 0
     scheduler.check()
 
 

@@ -32,7 +32,7 @@ def test_fresh_blocks_are_appended() -> None:
     pool, plan = BlockPool(4, SIZE), Plan(1)
     seq = sequence(pool, 3, 1)
     assert reserve(pool, seq, 6, plan) and seq.block_table == [1, 2, 3], "positions 3 to 8"
-    assert plan.block_appends == [(0, 1, 2), (0, 2, 3)] and not plan.copies
+    assert plan.table_updates == [(0, 1, 2), (0, 2, 3)] and not plan.copies
     pool.check([seq.block_table])
 
 
@@ -41,7 +41,7 @@ def test_a_shared_block_is_copied_before_it_is_written() -> None:
     seq = sequence(pool, 6, 2)
     other = [pool.acquire(b) for b in seq.block_table]
     assert reserve(pool, seq, 1, plan) and seq.block_table == [1, 3], "what is full stays shared"
-    assert plan.copies == [(2, 3)] and plan.block_appends == [(0, 1, 3)]
+    assert plan.copies == [(2, 3)] and plan.table_updates == [(0, 1, 3)]
     pool.check([seq.block_table, other])
 
 
@@ -50,7 +50,7 @@ def test_all_or_nothing() -> None:
     seq = sequence(pool, 6, 2)
     other = [pool.acquire(b) for b in seq.block_table]
     assert not reserve(pool, seq, 4, plan), "a copy and a fresh one, and one is left"
-    assert seq.block_table == other == [1, 2] and not plan.copies and not plan.block_appends
+    assert seq.block_table == other == [1, 2] and not plan.copies and not plan.table_updates
     pool.check([seq.block_table, other])
 
 

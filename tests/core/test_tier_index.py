@@ -358,7 +358,7 @@ def test_blocks_that_cannot_be_promoted_are_computed() -> None:
     assert scheduler.tiers is not None
     match = scheduler.prefix.match(seq)
     assert match is not None and len(match.loads) == 4
-    assert scheduler.prefix.request_from_disk(
+    assert scheduler.prefix.fetch_and_promote(
         seq, match, Plan(9), reserved=6
     ) is None and match == (
         [],

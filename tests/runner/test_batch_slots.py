@@ -9,11 +9,11 @@ import torch
 from octavo.params import SamplingParams
 from octavo.runner.batch_slots import BatchSlots
 from octavo.runner.transfer import Upload
-from octavo.types import NewSlot, Plan
+from octavo.types import Plan, SlotFill
 
 
-def new_slot(row: int, tokens: list[int], table: list[int], **params: float) -> NewSlot:
-    return NewSlot(
+def slot_fill(row: int, tokens: list[int], table: list[int], **params: float) -> SlotFill:
+    return SlotFill(
         row,
         0,
         row,
@@ -39,7 +39,9 @@ def test_a_plan_changes_its_rows_and_no_others() -> None:
     state.flat.fill_(-5)
     apply(
         state,
-        Plan(1, new_slots=[new_slot(1, [11, 12, 13, 14, 15], [8, 9], temperature=0.5, top_p=0.25)]),
+        Plan(
+            1, slot_fills=[slot_fill(1, [11, 12, 13, 14, 15], [8, 9], temperature=0.5, top_p=0.25)]
+        ),
     )
     assert state.tokens[1, :6].tolist() == [11, 12, 13, 14, 15, -5]
     assert state.block_table[1, :3].tolist() == [8, 9, -5]
@@ -56,8 +58,8 @@ def test_a_block_given_later_in_the_plan_replaces_the_one_a_new_row_came_with() 
         state,
         Plan(
             1,
-            new_slots=[new_slot(0, [1] * 8, [8, 9])],
-            block_appends=[(0, 1, 20), (0, 2, 21), (2, 0, 22)],
+            slot_fills=[slot_fill(0, [1] * 8, [8, 9])],
+            table_updates=[(0, 1, 20), (0, 2, 21), (2, 0, 22)],
         ),
     )
     assert state.block_table[0, :4].tolist() == [8, 20, 21, 0] and state.block_table[

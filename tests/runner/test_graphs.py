@@ -25,7 +25,7 @@ from octavo.runner.head_drafter import HeadDrafter
 from octavo.runner.kvstore import KVStore
 from octavo.runner.runner import Runner
 from octavo.runner.tier_store import TierStore
-from octavo.types import Item, NewSlot, Plan
+from octavo.types import Item, Plan, SlotFill
 from tests import tiny
 from tests.conftest import DEVICE
 from tests.marks import slow_after
@@ -92,11 +92,11 @@ def plans() -> list[Plan]:
     )
     params = SamplingParams(temperature=0.8, seed=3, ignore_eos=True)
     new = [
-        NewSlot(r, 0, r, array("i", p), 0, tables[r], len(p), 11 + r, frozenset(), params)
+        SlotFill(r, 0, r, array("i", p), 0, tables[r], len(p), 11 + r, frozenset(), params)
         for r, p in prompts.items()
     ]
     whole = [Item(r, 0, r, 0, len(prompts[r]), True, len(prompts[r])) for r in (0, 2)]
-    first = Plan(1, new_slots=new, items=[*whole, Item(1, 0, 1, 0, 2, False, 2)])
+    first = Plan(1, slot_fills=new, items=[*whole, Item(1, 0, 1, 0, 2, False, 2)])
     steps, length = [first], {r: len(p) for r, p in prompts.items()}
     blocks = iter(range(10, 40))
     for step in range(2, 9):
@@ -106,7 +106,7 @@ def plans() -> list[Plan]:
                 plan.items.append(Item(1, 0, 1, 2, 3, True, 5))
                 continue
             if length[row] % BLOCK == 0:
-                plan.block_appends.append((row, length[row] // BLOCK, next(blocks)))
+                plan.table_updates.append((row, length[row] // BLOCK, next(blocks)))
             length[row] += 1
             plan.items.append(Item(row, 0, row, None, 1, True, length[row]))
         steps.append(plan)
@@ -211,7 +211,7 @@ def draft_plan(step: int, state: BatchSlots, drafts: dict[int, list[int]]) -> Pl
     for slot, proposal in drafts.items():
         end = int(state.computed[slot]) + 1 + len(proposal)
         # Blocks of their own for the positions of drafts.
-        plan.block_appends += [
+        plan.table_updates += [
             (slot, block, 12 + 9 * slot + block) for block in range(-(-end // BLOCK))
         ]
         if proposal:
@@ -229,9 +229,9 @@ def test_a_graph_verifies_drafts_as_an_eager_step_does(monkeypatch: pytest.Monke
     undrafted, general, special = make_runner(False), make_runner(False), make_runner(False)
     special.graphs = WithoutCapture(special.model, special.kv, special.batch_slots, LIMITS)
     first, second = plans()[:2]
-    for block_appends in (first, second):
+    for table_updates in (first, second):
         for runner in (undrafted, general, special):
-            runner.launch(block_appends).wait()
+            runner.launch(table_updates).wait()
     # What the sequences say without drafts: the first three tokens of each.
     said: dict[int, list[int]] = {0: [], 2: [], 1: []}
     for step in range(3, 6):
@@ -303,7 +303,7 @@ def test_stores_are_done_before_a_graph_overwrites_the_block(
         runner.kv.tensor[10].fill_(7.0)  # a cached content, in the block that the second step takes
         runner.tier_store = TierStore(runner.kv, 2)
     first, second = plans()[:2]
-    assert [block for _, _, block in plans()[2].block_appends] == [10]
+    assert [block for _, _, block in plans()[2].table_updates] == [10]
     third = plans()[2]
     third.stores.append((10, 1))
     for plan in (first, second, third):

@@ -19,7 +19,7 @@ from octavo.runner import sampler
 from octavo.runner.batch import ForwardResult
 from octavo.runner.batch_slots import BatchSlots, max_distance
 from octavo.runner.transfer import Upload
-from octavo.types import NewSlot, Plan
+from octavo.types import Plan, SlotFill
 from tests.toy_guide import pack
 
 VOCAB = 97
@@ -41,14 +41,14 @@ def choose(
     prompt_lens = prompt_lens or [len(t) for t in tokens]
     seeds = seeds or [p.seed or 0 for p in params]
     batch_slots = BatchSlots(n, 64, 16, torch.device("cpu"))
-    new_slots = [
-        NewSlot(
+    slot_fills = [
+        SlotFill(
             i, 0, i, array("i", tokens[i]), 0, [], prompt_lens[i], seeds[i], stop_ids, params[i]
         )
         for i in range(n)
     ]
     upload = Upload()
-    changes = batch_slots.stage(Plan(1, new_slots=new_slots), upload)
+    changes = batch_slots.stage(Plan(1, slot_fills=slot_fills), upload)
     job = sampler.SampleJob.stage(
         slots=list(range(n)),
         max_len=max(map(len, tokens)),

@@ -21,7 +21,7 @@ short: set[int] = set()  # batch slots for which memory is never enough
 
 
 def faulty(self: Runner, plan: Plan) -> Any:
-    for new in plan.new_slots:
+    for new in plan.slot_fills:
         if list(new.tokens[:2]) == [13, 13]:
             time.sleep(3600)
         if list(new.tokens[:2]) == [14, 14]:
@@ -32,7 +32,7 @@ def faulty(self: Runner, plan: Plan) -> Any:
 
 
 def lacking(self: Runner, plan: Plan, timer: StepTimer | None = None) -> Any:
-    for new in plan.new_slots:
+    for new in plan.slot_fills:
         (short.add if list(new.tokens[:2]) == [16, 16] else short.discard)(new.slot)
     if any(item.slot in short for item in plan.items):
         raise torch.OutOfMemoryError("CUDA out of memory at 0x7f0000000000, see /etc/passwd")

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.runner.runner import Runner
 from octavo.serve.engine import engine_process
-from octavo.types import NewSlot, Plan, StepResult
+from octavo.types import Plan, SlotFill, StepResult
 from tests import tiny
 
 END, USER = 258, 259  # of tests/tiny.py's tokenizer
@@ -29,7 +29,7 @@ class Parrot:
         return result
 
 
-def script(row: NewSlot) -> Iterator[int]:
+def script(row: SlotFill) -> Iterator[int]:
     prompt = list(row.tokens[: row.prompt_len])
     begin = max((i for i, token in enumerate(prompt) if token == USER), default=len(prompt))
     end = prompt.index(END, begin) if END in prompt[begin:] else len(prompt)
@@ -38,7 +38,7 @@ def script(row: NewSlot) -> Iterator[int]:
 
 
 def say(self: Runner, plan: Plan) -> Any:
-    scripts.update({row.slot: script(row) for row in plan.new_slots})
+    scripts.update({row.slot: script(row) for row in plan.slot_fills})
     return Parrot(plan, launch(self, plan))
 
 

@@ -15,7 +15,7 @@ launch = Runner.launch
 
 
 def slow(self: Runner, plan: Plan) -> Any:
-    if any(list(row.tokens[:2]) == [18, 18] for row in plan.new_slots):
+    if any(list(row.tokens[:2]) == [18, 18] for row in plan.slot_fills):
         time.sleep(4)
     return launch(self, plan)
 

@@ -345,7 +345,7 @@ def test_a_heartbeat_and_the_metrics_count_drafts() -> None:
     engine = Engine(scheduler, FakeRunner(50, 4))
     smoke_test(engine)
     assert scheduler.speculation is not None
-    assert scheduler.speculation.counters.drafted == 0, "a rehearsal counts nothing"
+    assert scheduler.speculation.counters.drafted == 0, "a dummy run counts nothing"
     loop = EngineLoop(engine, FakeLink(script))  # type: ignore[arg-type]
     loop.run()
     heartbeat = loop.heartbeat

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.core.draft_methods import describe as describe_speculative
+from octavo.core.dummy_run import dummy_run
 from octavo.core.engine import Engine
 from octavo.core.event_recorder import EventRecorder
 from octavo.core.event_stream import EventStream
@@ -135,12 +136,12 @@ class EngineLoop:
         self.step_seconds = 0.0
         self.saturated = False
         self.heartbeat = Heartbeat()
-        self._snapshot()
+        self._update_heartbeat()
 
     def run(self) -> None:
         """Run until the front sends Shutdown."""
         engine = self.engine
-        snapshot_at = 0.0
+        updated_at = 0.0
         while True:
             was_idle = False
             while (message := self.link.receive(self._receive_timeout())) is not None:
@@ -161,9 +162,9 @@ class EngineLoop:
             if self.check_interval and now - self.checked > self.check_interval:
                 self.checked = now
                 self._check()
-            if was_idle or is_idle or now - snapshot_at > HEARTBEAT_SECONDS:
-                snapshot_at = now
-                self._snapshot()
+            if was_idle or is_idle or now - updated_at > HEARTBEAT_SECONDS:
+                updated_at = now
+                self._update_heartbeat()
                 if was_idle or is_idle:
                     self.link.send(self.heartbeat)
 
@@ -221,7 +222,7 @@ class EngineLoop:
                 )
             )
         if is_idle:
-            self._snapshot()
+            self._update_heartbeat()
             self.link.send(self.heartbeat)
 
     def _add(self, message: Add, guide: Guide | None = None) -> bool:
@@ -380,7 +381,7 @@ class EngineLoop:
             scheduler.check()
         except Exception as error:
             self.check_failures += 1
-            self._snapshot()
+            self._update_heartbeat()
             live = scheduler.live.values()
             dump = {
                 "event": "invariant_broken",
@@ -390,7 +391,7 @@ class EngineLoop:
             }
             log.error("%s", json.dumps(dump))
 
-    def _snapshot(self) -> None:
+    def _update_heartbeat(self) -> None:
         """Build a new heartbeat from the counters and the scheduler's state."""
         scheduler = self.engine.scheduler
         pool = scheduler.pool
@@ -581,7 +582,7 @@ def describe(llm: LLM, tokenizer: str | None) -> Loaded:
 
 def smoke_test(engine: Engine) -> None:
     """Run one small request through the engine. An engine that cannot do this is not ready."""
-    with engine.rehearsal():
+    with dummy_run(engine):
         engine.add(Request("smoke-test", [0] * 4, SamplingParams(max_tokens=4, ignore_eos=True)))
         while not engine.idle:
             for output in engine.step():

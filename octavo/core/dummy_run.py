@@ -1,0 +1,28 @@
+"""Dummy runs: steps that compile kernels or test an engine, and that no counter counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+
+from octavo.core.engine import Engine
+
+
+@contextmanager
+def dummy_run(engine: Engine) -> Iterator[None]:
+    """Steps that run inside this context are a dummy run: nothing listens to them, and neither
+    their cache lookups nor their drafts are counted."""
+    counters = engine.scheduler.counters
+    queried_tokens = counters.queried_tokens
+    cached_tokens = counters.cached_tokens
+    speculation = engine.scheduler.speculation
+    drafts = None if speculation is None else deepcopy(speculation.counters)
+    try:
+        with engine.events.muted():
+            yield
+    finally:
+        counters.queried_tokens = queried_tokens
+        counters.cached_tokens = cached_tokens
+        if speculation is not None and drafts is not None:
+            speculation.counters = drafts
