@@ -42,9 +42,13 @@ def _uses(module: ModuleType, name: str) -> list[SourceLine]:
     except (OSError, TypeError):
         return []
     path = f"{module.__name__.replace('.', '/')}.py"
-    used = re.compile(rf"\breasons\.{name}\b")
+    return lines_with(path, lines, re.compile(rf"\breasons\.{name}\b"))
+
+
+def lines_with(path: str, lines: list[str], pattern: re.Pattern[str]) -> list[SourceLine]:
+    """Return the lines of a file that match a pattern, each with the lines around it."""
     return [
-        _source_line(path, lines, index) for index, line in enumerate(lines) if used.search(line)
+        _source_line(path, lines, index) for index, line in enumerate(lines) if pattern.search(line)
     ]
 
 

@@ -233,7 +233,7 @@ const rounds = new Rounds(
       drawLegend(page.state, blocks);
       drawFooter(blocks);
     },
-    () => drawLog(page.history, page.index, page.names, marksOf(page).selected),
+    () => drawLog(page.history, page.index, page.names, Math.max(0, marksOf(page).selected)),
     () => drawWhy(page),
     () => {
       const { state } = page;
@@ -343,7 +343,7 @@ export function showLink() {
     if (page.state.engine > 1) parts.push(`engine=${page.state.engine}`);
   }
   const seq = page.selection.kind === "sequence" ? page.findSequence(page.selection.id) : null;
-  if (seq) parts.push(`request=${letters(seq.name)}${seq.index ? `.${seq.index}` : ""}`);
+  if (seq?.name) parts.push(`request=${letters(seq.name)}${seq.index ? `.${seq.index}` : ""}`);
   if (page.selection.kind === "block") parts.push(`block=${page.selection.block}`);
   history.replaceState(
     null,

@@ -3,7 +3,7 @@
 import { chip, nameOf } from "./colours.js";
 import { byId, count, element, plural, setChildren, setText, short, spell } from "./draw.js";
 import { blockerOf, countStates, wordsOfReason } from "./state.js";
-import { FINISH_REASONS } from "./words.js";
+import { FINISH_REASONS, wordsOfRefusal } from "./words.js";
 
 // Count of the header -> the states of the requests that it counts.
 const STATES = {
@@ -36,7 +36,7 @@ export function onRequests(listeners) {
   ({ select, hover, redraw } = listeners);
 }
 
-const keyOf = (seq) => (seq.id ? `${seq.id}` : `refused ${seq.request} ${seq.step}`);
+const keyOf = (seq) => (seq.id ? `${seq.id}` : `compiling ${seq.request}`);
 
 function newRow(key) {
   const tr = element("tr");
@@ -81,13 +81,13 @@ function wordsOf(seq, state) {
     return ["compiling", `the structured output is being compiled · ${size}`];
   if (seq.ended !== undefined) {
     const reason = seq.answer ?? (seq.error || FINISH_REASONS[seq.reason] || seq.reason);
-    if (seq.state === "refused") return [seq.state, reason];
+    if (seq.state === "refused") return [seq.state, wordsOfRefusal(reason)];
     const parts = [
-      reason !== seq.state && reason,
+      reason !== seq.state && wordsOfRefusal(reason),
+      seq.preemptions && `preempted ×${seq.preemptions}`,
       `${count(seq.prompt)} prompt + ${count(seq.generated)} reply tokens`,
       seq.first_token && `TTFT ${spell(seq.first_token - seq.arrival)}`,
       `total ${spell(seq.ended - seq.arrival)}`,
-      seq.preemptions && `preempted ×${seq.preemptions}`,
     ];
     return [seq.state, parts.filter(Boolean).join(" · ")];
   }

@@ -229,7 +229,7 @@ const handlers = {
     const span = lane?.spans.at(-1);
     if (!span || span.end !== Infinity) return;
     lane.changedAt = at;
-    (span.whys ??= []).push({ at, reason: event.reason });
+    (span.whys ??= []).push({ at, step: event.step, reason: event.reason, needed: event.needed });
   },
   admitted(spans, event, state, at) {
     const lane = spans.laneOf(event.seq, state, at);
@@ -265,7 +265,7 @@ const handlers = {
     const lane = spans.laneOf(event.seq, state, at);
     spans.preemptions.push(spans.steps.length + spans.plans.size);
     lane.begin("preempted", at, event.time, {
-      whys: [{ at, reason: event.reason }],
+      whys: [{ at, step: event.step, reason: event.reason }],
       beneficiary: event.beneficiary,
       positions: event.positions,
     });
@@ -276,6 +276,7 @@ const handlers = {
       step: event.step,
       reason: event.reason,
       beneficiary: event.beneficiary,
+      policy: state.settings.policy,
     });
   },
   finished: (spans, event, state, at) => endLane(spans, event, at, event.reason),

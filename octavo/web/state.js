@@ -7,6 +7,7 @@
 
 export const MAX_ENDED = 400; // Finished, failed and refused requests that stay listed.
 export const NO_FREE_SLOT = "every batch slot is in use"; // octavo/core/reasons.py
+export const NO_FREE_BLOCK = "no block was free"; // octavo/core/reasons.py
 export const TOO_FEW_BLOCKS = "there are too few free blocks for it"; // octavo/core/reasons.py
 
 // The fields of lines that the page adds to the history itself.
@@ -266,7 +267,7 @@ const handlers = {
     addEnded(
       state,
       newSequence({
-        id: 0,
+        id: -state.counters.refused, // It has no sequence, whose id would be positive.
         label: -1,
         name: 0,
         request,
@@ -496,7 +497,7 @@ export function countStates(state) {
 
 // Whether a reason to wait belongs to a request before this one. A plan that lacks blocks for a
 // request gives the same reason, without a number, for the first that it did not try.
-const isOfAnother = ({ reason, needed }) => reason === TOO_FEW_BLOCKS && !needed;
+export const isOfAnother = ({ reason, needed }) => reason === TOO_FEW_BLOCKS && !needed;
 
 // Returns the waiting sequence at which the latest plan stopped, or null. Those behind it were not
 // tried.

@@ -224,7 +224,7 @@ const KEYS = [
   ["Home, End", "the first step; the latest one, live if there is a server"],
   ["j, k", "the next and the previous request"],
   ["+ −", "zoom of the timeline"],
-  ["Tab", "reaches the wall and the timeline; arrow keys move inside"],
+  ["Tab", "reaches the KV blocks and the timeline; arrow keys move inside"],
   ["Esc", "clear the selection"],
   ["?", "this help"],
 ];

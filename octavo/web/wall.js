@@ -523,7 +523,7 @@ function chainOf(state, block) {
   const [own, ...before] = chain;
   return before.length
     ? `content ${own}; the blocks before it: ${before.join(", ")}`
-    : `content ${own}; it begins a text`;
+    : `content ${own}; it is the first block of a text`;
 }
 
 function describeCell(cell) {

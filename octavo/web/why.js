@@ -21,6 +21,8 @@ import {
   findOwners,
   freeList,
   hasFreeSlot,
+  isOfAnother,
+  NO_FREE_BLOCK,
   NO_FREE_SLOT,
   TOO_FEW_BLOCKS,
   wordsOfReason,
@@ -28,11 +30,13 @@ import {
 import { describeStep } from "./timeline.js";
 import { isDemonstration, trafficButton } from "./traffic.js";
 import { describeBlock } from "./wall.js";
-import { FINISH_REASONS, KINDS, describe, nameOfStep } from "./words.js";
+import { FINISH_REASONS, KINDS, describe, nameOfStep, readRefusal, wordsOfRefusal } from "./words.js";
 
 const panel = byId("why");
 const MAX_CHIPS = 40;
 const MAX_GROUPS = 8; // Groups of requests that share blocks.
+const MOST_EVENTS = 400; // Of a request, that are looked at; and lines that tell them.
+const MOST_LINES = 40;
 const THRASHING = 3; // A request that was preempted this often is pointed out.
 const isOtherSelection = changes();
 let drawn = "";
@@ -146,7 +150,7 @@ function explainSharing(state) {
   return [
     heading("Shared blocks"),
     paragraph(
-      `${plural(number, "block")} ${number === 1 ? "is" : "are"} held by several requests at once. Without sharing, the same requests would need ${plural(saved, "block")} more.`,
+      `${plural(number, "block")} ${number === 1 ? "is" : "are"} held by several requests at once. Without sharing, the same requests would need ${plural(saved, "more block")}.`,
     ),
     listOfShared(groups),
   ];
@@ -167,8 +171,9 @@ function explainSharingOf(seq, state) {
   ];
 }
 
-function sourceOf(state, reason) {
-  const [source] = state.about.sources[reason] ?? [];
+const sourceOf = (state, reason) => sourceLine(state.about.sources[reason]?.[0]);
+
+function sourceLine(source) {
   if (!source) return null;
   const code = element("pre", "code");
   source.code.split("\n").forEach((text, i) => {
@@ -412,21 +417,110 @@ function explainDecode(seq, state, page) {
 }
 
 function explainEnd(seq, state) {
-  const reason = seq.answer ?? (seq.error || FINISH_REASONS[seq.reason] || seq.reason);
+  const answer = seq.answer ?? (seq.error || FINISH_REASONS[seq.reason] || seq.reason);
+  if (seq.state === "refused") return explainRefusal(answer, state);
+  const reason = wordsOfRefusal(answer);
   const words = {
     done: "It has finished",
     aborted: "It was aborted",
     failed: "It has failed",
-    refused: "It was refused",
   }[seq.state];
   return [
-    heading(seq.state === "refused" ? "Why was it refused?" : "How did it end?"),
+    heading("How did it end?"),
     paragraph(
       `${words}: ${reason}. It generated ${plural(seq.generated, "token")}${seq.first_token ? `, the first after ${spell(seq.first_token - seq.arrival)}` : ""}, and ended ${spell(seq.ended - seq.arrival)} after its arrival.`,
     ),
-    sourceOf(state, seq.error),
+    ruleOfRefusal(readRefusal(answer)?.code, state),
+    sourceOf(state, seq.error) ?? sourceOfRefusal(readRefusal(answer)?.code, state),
   ];
 }
+
+// The code of an error -> the rule. Codes are those of the API server.
+const REFUSALS = {
+  context_length_exceeded: ({ about }) =>
+    `The prompt and at least one token of the reply must fit into the context, which has ${plural(about.max_model_len, "token")} (--max-model-len).`,
+  kv_capacity_exceeded: ({ about }) =>
+    `A request must fit into the KV cache even if it runs alone. The pool has ${plural(about.num_blocks, "block")} of ${plural(about.block_size, "token")}.`,
+  queue_full: () =>
+    "The queue is bounded, because a request that waits too long is of no use to its client. A request is refused if the queue has no room for it, or if it would probably wait longer than --queue-timeout allows. The reply says when to try again.",
+  queue_timeout: () =>
+    "A request that has not started within --queue-timeout is refused, so that its client can try elsewhere.",
+  deadline_exceeded: () => "The request did not finish within its timeout.",
+  rate_limit_exceeded: () => "The API key of the request has a limit, and the limit is reached.",
+};
+
+function explainRefusal(reason, state) {
+  const refusal = readRefusal(reason);
+  const found = [heading("Why was it refused?")];
+  if (!refusal) return [...found, element("p", "rule", `${capitalised(reason)}.`)];
+  const { status, code, field, message } = refusal;
+  const about = field
+    ? `The value of the field “${field}” is not valid. The reply names the reason. It may quote the request, so it is shown here only with --show-text.`
+    : "The reply names the reason. It may quote the request, so it is shown here only with --show-text.";
+  return [
+    ...found,
+    element("p", "rule", message ? `${message}.` : `${status} ${code}`),
+    ruleOfRefusal(code, state) ?? (message ? null : paragraph(about)),
+    paragraph(
+      `The client received the HTTP status ${status} with the code “${code}”. The request was not queued.`,
+    ),
+    sourceOfRefusal(code, state),
+  ];
+}
+
+const ruleOfRefusal = (code, state) => (REFUSALS[code] ? paragraph(REFUSALS[code](state)) : null);
+const sourceOfRefusal = (code, state) => sourceLine(state.about.refusals?.[code]);
+
+// ---- the first wait -----------------------------------------------------------------------------
+
+const BEHIND = "it was behind other requests in the queue";
+
+// Merges decisions that repeat a reason: { at, step, reason }.
+function mergeWaits(whys) {
+  const found = [];
+  for (const { at, step, reason, needed } of whys) {
+    const words = isOfAnother({ reason, needed }) ? BEHIND : reason;
+    if (found.at(-1)?.reason !== words) found.push({ at, step, reason: words });
+  }
+  return found;
+}
+
+// Why a request that has started by now had to wait. A wait may be over before somebody has read
+// why it lasts.
+function explainFirstWait(seq, page) {
+  const whole = page.spans.allLanes.findLast((each) => each.id === seq.id);
+  if (!whole) return [];
+  const lane = laneUpTo(whole, page.index, page.spans);
+  const [wait] = lane.spans;
+  const start = lane.marks.find((mark) => mark.kind === "admitted");
+  if (!start || wait.kind !== "waiting") return [];
+  const reasons = mergeWaits(wait.whys ?? []);
+  const queued = seq.queuedStep ?? start.step;
+  // The next plan after the arrival could have admitted it.
+  const isBehind = (reasons[0]?.step ?? start.step) - queued > 1;
+  if (isBehind && reasons[0]?.reason !== BEHIND)
+    reasons.unshift({ at: lane.at, step: queued, reason: BEHIND });
+  if (!reasons.length) return [];
+  const { history } = page;
+  const list = element("ul", "plain");
+  for (const { at, step, reason } of reasons)
+    list.append(element("li", "", "from ", stepLink(step, at, page), `: ${reason}`));
+  const last = reasons.at(-1);
+  return [
+    heading("Why did it wait before it started?"),
+    element("p", "rule", `It waited ${spell(start.time - lane.arrival)} in the queue.`),
+    list,
+    last.at >= history.first
+      ? paragraph(
+          link("Show the page as it was then", history.endOfStepWith(last.at)),
+          ", with the numbers of the decision. The page pauses there.",
+        )
+      : null,
+    sourceOf(page.state, last.reason),
+  ];
+}
+
+// ---- cache and preemptions ----------------------------------------------------------------------
 
 function explainCache(seq, state, page) {
   const { admitted } = seq;
@@ -457,6 +551,14 @@ function explainCache(seq, state, page) {
   }
   return found;
 }
+
+// Which of the running requests is preempted: Policy.victim in octavo/core/policy.py.
+const VICTIMS = {
+  priority:
+    "the least urgent one and, of several such ones, the one with the fewest computed positions",
+};
+const wordsOfVictim = (policy) =>
+  `A running request that needs a block takes it from those that rank after it. Under the policy “${policy}”, this is ${VICTIMS[policy] ?? "the one that ranks last"}.`;
 
 const forWhom = (seq, other) => {
   if (!other) return [": it was preempted"];
@@ -497,6 +599,7 @@ function explainPreemptions(seq, page) {
     );
   });
   if (!found.length) return [];
+  const lastMark = marks.findLast((mark) => mark.kind === "preempted");
   const many =
     found.length >= THRASHING
       ? element(
@@ -514,22 +617,51 @@ function explainPreemptions(seq, page) {
     ),
     many,
     element("ul", "plain", ...found),
-    sourceOf(page.state, marks.findLast((mark) => mark.kind === "preempted").reason),
+    lastMark.reason === NO_FREE_BLOCK && lastMark.beneficiary !== seq.id
+      ? paragraph(wordsOfVictim(lastMark.policy))
+      : null,
+    sourceOf(page.state, lastMark.reason),
   ];
 }
 
-function lifeOf(seq, page) {
-  const list = element("ul", "plain life");
-  const events = page.eventsOf(seq.id, 40);
+// Merges plans that give the same reason, which differ only in the blocks that they lack.
+function mergeEvents(events) {
+  const found = [];
   for (const { event, index } of events) {
-    list.append(
-      element(
-        "li",
-        "",
-        stepLink(event.step, index, page),
-        ` ${KINDS[event.kind][1]}: ${describe(event, (id) => page.names.letters(id))}`,
-      ),
-    );
+    const last = found.at(-1);
+    const isSame =
+      event.kind === "waiting" &&
+      last?.event.kind === "waiting" &&
+      last.event.reason === event.reason &&
+      !last.event.needed === !event.needed &&
+      last.event.waits_for === event.waits_for;
+    if (isSame) last.repeated.push({ event, index });
+    else found.push({ event, index, repeated: [] });
+  }
+  return found;
+}
+
+function wordsOfMerged({ event, repeated }, name) {
+  const needed = [event, ...repeated.map((each) => each.event)].map((each) => each.needed ?? 0);
+  const [least, most] = [Math.min(...needed), Math.max(...needed)];
+  if (least === most) return describe(event, name);
+  return `${event.reason} (needs ${least} to ${most})`;
+}
+
+function lifeOf(seq, page) {
+  if (seq.id < 0) return []; // A refused request has no further event.
+  const list = element("ul", "plain life");
+  const events = mergeEvents(page.eventsOf(seq.id, MOST_EVENTS));
+  for (const merged of events.slice(-MOST_LINES)) {
+    const { event, index, repeated } = merged;
+    const words = wordsOfMerged(merged, (id) => page.names.letters(id));
+    const item = element("li", "", stepLink(event.step, index, page));
+    if (repeated.length) {
+      const last = repeated.at(-1);
+      item.append(" to ", stepLink(last.event.step, last.index, page));
+    }
+    item.append(` ${KINDS[event.kind][1]}: ${words}`);
+    list.append(item);
   }
   return events.length ? [heading("History of this request"), list] : [];
 }
@@ -554,6 +686,7 @@ function explainSequence(seq, page) {
   return [
     title,
     ...explainState(seq, state, page),
+    ...explainFirstWait(seq, page),
     ...explainPreemptions(seq, page),
     ...explainCache(seq, state, page),
     ...explainSharingOf(seq, state),
@@ -648,7 +781,7 @@ const GUIDE = [
   [
     "Which blocks are shared?",
     "shared prefix",
-    "On the wall, a shared block has a frame and the colours of its owners. This panel lists them below.",
+    "In “KV blocks”, a shared block has a frame and the colours of its owners. This panel lists them below.",
   ],
 ];
 

@@ -2,6 +2,7 @@
 
 import { nameOf } from "./colours.js";
 import { count, plural, short } from "./draw.js";
+import { isOfAnother } from "./state.js";
 
 // Kind -> the group that the log can hide, and the word in front of the event.
 export const KINDS = {
@@ -52,6 +53,19 @@ export const FINISH_REASONS = {
   search_over: "beam search finished",
 };
 
+// What the API server tells the client of a refused request: a status, a code, sometimes the field,
+// and a message. Returns null for other reasons.
+export function readRefusal(reason) {
+  const [, status, code, field, message] =
+    /^(\d{3}) (\w+)(?: \(([^)]*)\))?(?:: ([^]*))?$/.exec(reason) ?? [];
+  return status ? { status, code, field, message } : null;
+}
+
+export function wordsOfRefusal(reason) {
+  const { status, code, message } = readRefusal(reason) ?? {};
+  return message ? `${message} (${status} ${code})` : reason;
+}
+
 // Names a step. Each engine process counts its own steps, so that the process is named after a
 // restart.
 export const nameOfStep = (number, engine = 1) => wordsOfStep(number, engine).join("");
@@ -86,11 +100,13 @@ const writers = {
     `${plural(e.prompt, "prompt token")}${e.priority ? `, priority ${e.priority}` : ""}${e.tenant ? `, tenant ${e.tenant}` : ""}`,
   forked: (e, name) => `continues the prompt of ${name(e.parent)}`,
   compiling: (e) => `${short(e.request)}: its structured output is compiled`,
-  refused: (e) => `${short(e.request)}: ${e.reason}`,
+  refused: (e) => `${short(e.request)}: ${wordsOfRefusal(e.reason)}`,
   admitted: (e) =>
     `${count(e.cached)} of ${plural(e.tokens, "token")} cached${e.recomputed ? `, ${count(e.recomputed)} to be recomputed` : ""}`,
   waiting: (e, name) =>
-    `${e.reason}${e.needed ? ` (needs ${e.needed})` : ""}${e.waits_for ? ` (${name(e.waits_for)})` : ""}`,
+    isOfAnother(e)
+      ? "there are too few free blocks for a request before it"
+      : `${e.reason}${e.needed ? ` (needs ${e.needed})` : ""}${e.waits_for ? ` (${name(e.waits_for)})` : ""}`,
   unplanned: (e) => `${e.reason}`,
   recomputes: (e) => `there is no KV cache, so all of its tokens are computed again`,
   preempted: (e, name) =>

@@ -27,6 +27,7 @@ from octavo.serve.channel.messages import WatchEvents
 from octavo.serve.endpoints import live_controls, live_feed
 from octavo.serve.endpoints.live_feed import WatchEndpoint
 from octavo.serve.endpoints.live_page import PAGE
+from octavo.serve.engine.refusal_sources import RAISED_IN
 from octavo.serve.front.event_buffer import EventBuffer, EventReader
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.limits import Limits
@@ -214,6 +215,20 @@ def test_a_refusal_is_shown_without_what_was_refused(running: Running) -> None:
         refused = until(lines(socket), "refused")[-1]
     assert refused[4] == reply.headers["x-octavo-request-id"]
     assert refused[5].startswith("400 ") and "xyzzy" not in refused[5]
+
+
+def test_the_numbers_of_a_refusal_and_its_source_are_shown(running: Running) -> None:
+    with watch(running) as socket:
+        about = caught_up(socket)[0][4]
+        running.post("/v1/completions", {"prompt": "xyzzy " * 3000, "max_tokens": 4})
+        refused = until(lines(socket), "refused")[-1]
+    context = f"the context holds {about['max_model_len']}"
+    assert refused[5].startswith("400 context_length_exceeded: ") and context in refused[5]
+    assert "xyzzy" not in refused[5]
+    assert set(about["refusals"]) == set(RAISED_IN), "each statement is found in the source"
+    for code, source in about["refusals"].items():
+        line = (ROOT / source["path"]).read_text().splitlines()[source["line"] - 1]
+        assert RAISED_IN[code][1] in line and line.strip() in source["code"]
 
 
 def test_no_text_and_no_token_goes_out(running: Running) -> None:

@@ -380,6 +380,82 @@ def test_a_button_of_the_explanation_can_be_pressed_slowly(
     watched.close()
 
 
+def first_waits(recording: bytes) -> dict[str, list[str]]:
+    """Return the name of each request that was admitted -> the reasons for which it had waited."""
+    names = names_of(recording)
+    reasons: dict[int, list[str]] = {}
+    admitted: dict[str, list[str]] = {}
+    for line in map(json.loads, recording.splitlines()):
+        if line[0] == "arrived":
+            reasons[named(line)["seq"]] = []
+        elif line[0] == "waiting" and (event := named(line))["seq"] in reasons:
+            is_of_another = event["reason"] == NOT_ENOUGH_BLOCKS and not event["needed"]
+            reason = "it was behind other requests" if is_of_another else event["reason"]
+            if reason not in reasons[event["seq"]]:
+                reasons[event["seq"]].append(reason)
+        elif line[0] == "admitted" and (seq := named(line)["seq"]) in reasons:
+            admitted[names[seq]] = reasons.pop(seq)
+    return admitted
+
+
+def test_a_wait_is_explained_after_it_is_over(
+    watched_server: Running, recording: Path, browser: Browser
+) -> None:
+    watched = Watched(browser, watched_server.url)
+    page = watched.page
+    page.wait_for_selector("#status[data-state=ready]")
+    for thread in send_load(watched_server, rounds=2):
+        thread.join(60)
+    page.wait_for_timeout(400)
+    waits = first_waits(read_recording(recording))
+    compared = 0
+    for place in range(8):
+        row = page.locator("#rows tr").nth(place)
+        name = row.locator(".chip").inner_text()
+        if not waits.get(name):
+            continue
+        row.click()
+        page.wait_for_selector(f"#why .title .chip:text-is('{name}')")
+        why = page.inner_text("#why")
+        assert re.search(r"It waited [\d.]+ (ms|s) in the queue\.", why)
+        listed = re.findall(r"^from step [\d,]+: (.*)$", why, re.MULTILINE)
+        assert all(any(words.startswith(each) for words in listed) for each in waits[name]), why
+        page.click("#why button:has-text('Show the page as it was then')")
+        page.wait_for_selector("body.paused")
+        chip = page.locator("#rows tr", has=page.get_by_text(name, exact=True))
+        assert chip.locator(".state").inner_text() == "waiting"
+        assert "Why does it wait?" in page.inner_text("#why")
+        page.keyboard.press("End")
+        compared += 1
+    assert compared >= 2, "the load must be heavy enough"
+    assert watched.errors == []
+    watched.close()
+
+
+def test_a_refused_request_is_explained(watched_server: Running, browser: Browser) -> None:
+    watched = Watched(browser, watched_server.url)
+    page = watched.page
+    page.wait_for_selector("#status[data-state=ready]")
+    page.wait_for_timeout(400)  # The server reports refusals to pages that are connected.
+    watched_server.post("/v1/completions", {"prompt": f"{SECRET} " * 100})
+    watched_server.post("/v1/completions", {"prompt": SECRET, "temperature": SECRET})
+    page.wait_for_selector("#counts .refused:not([hidden])")
+    page.click("#counts .refused button")
+    page.wait_for_selector("#rows tr:nth-child(2)")
+    page.locator("#rows tr").nth(0).click()
+    page.wait_for_selector("#why .rule:text-is('400 invalid_request_error')")
+    assert "the field “temperature” is not valid" in page.inner_text("#why")
+    page.locator("#rows tr").nth(1).click()
+    page.wait_for_selector("#why :text('the context, which has 256 tokens')")
+    assert "“context_length_exceeded”" in page.inner_text("#why")
+    page.click("#why .source summary")
+    assert "raise prompt_too_long(" in page.inner_text("#why .source .here")
+    assert SECRET not in page.content()
+    page.click("#tab-events")
+    assert watched.errors == []
+    watched.close()
+
+
 def test_letters_continue_after_a_crash_of_the_engine(tmp_path: Path, browser: Browser) -> None:
     recording = tmp_path / "events.jsonl"
     engine = {"max_model_len": 256, "num_gpu_blocks_override": 30, "record_events": str(recording)}

@@ -74,6 +74,9 @@ REMEMBERED_CALLS = 1024
 # Errors with these statuses concern a key, a route or a host name, and not a request to the model.
 NOT_REQUESTS = frozenset({401, 403, 404, 405, 421})
 NO_ROOM = frozenset({429, 503})
+# The messages of these errors have numbers, and nothing else of the request.
+ONLY_NUMBERS = frozenset({"context_length_exceeded", "kv_capacity_exceeded", "deadline_exceeded"})
+MAX_REASON = 400  # characters of a message that the event stream shows
 
 Piece = tuple[int, CompletionOutput]  # (index of the prompt, its new text)
 
@@ -509,15 +512,16 @@ class EngineClient:
     def refuse(self, request_id: str, error: ApiError) -> None:
         """Count a request that was refused, and report it to the event stream.
 
-        The message of an error may quote the request, so it is shown only if the server is short of
-        room.
+        The message of an error may quote the request. It is shown if the server shows texts, and if
+        it is known to quote nothing.
         """
         self.metrics.rejections.labels(error.code or error.type).inc()
         is_recorded = self.config.engine.record_events is not None
         if (self.reports_refusals or is_recorded) and error.status not in NOT_REQUESTS:
             reason = f"{error.status} {error.code or error.type}"
-            if error.status in NO_ROOM:
-                reason += f": {error.message}"
+            quotes_nothing = error.status in NO_ROOM or error.code in ONLY_NUMBERS
+            if quotes_nothing or self.config.engine.show_text:
+                reason += f": {error.message[:MAX_REASON]}"
             elif error.param:
                 reason += f" ({error.param})"
             self.supervisor.send(ReportRefusal(request_id, reason))

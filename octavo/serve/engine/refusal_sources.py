@@ -1,0 +1,40 @@
+"""Where the API server refuses requests: for the code of an error, the line of the source.
+
+The live page shows it when it explains a refusal. The files are read as text, because the engine
+process does not import the API server.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from octavo.core.decision_sources import SourceLine, lines_with
+
+PACKAGE = Path(__file__).parents[2]
+# The code of an error -> the file that raises it, and the beginning of the statement.
+RAISED_IN = {
+    "context_length_exceeded": ("serve/api/validate.py", "raise prompt_too_long("),
+    "kv_capacity_exceeded": ("serve/api/validate.py", "raise invalid_field(param, str(KVCapacity"),
+    "queue_full": ("serve/front/queue_bound.py", "raise queue_full("),
+    "queue_timeout": ("serve/front/client.py", "call.fail(api_errors.queue_timeout("),
+    "deadline_exceeded": ("serve/front/client.py", "call.fail(api_errors.deadline_exceeded("),
+    "rate_limit_exceeded": ("serve/front/keys.py", '"rate_limit_exceeded",'),
+}
+
+
+@cache
+def refusal_sources() -> dict[str, SourceLine]:
+    """Return the code of an error -> the line that raises it. It is empty where there is no source
+    code."""
+    found: dict[str, SourceLine] = {}
+    for code, (path, statement) in RAISED_IN.items():
+        file = PACKAGE / path
+        if not file.exists():
+            continue
+        lines = file.read_text(encoding="utf-8").splitlines()
+        places = lines_with(f"octavo/{path}", lines, re.compile(re.escape(statement)))
+        if places:
+            found[code] = places[0]
+    return found
