@@ -563,11 +563,12 @@ def same_tokens(first: Checkpoint, second: Checkpoint) -> bool:
     return vocabularies[0] == vocabularies[1]
 
 
-def load_tokenizer(loaded: ModelOnDevice, options: EngineOptions) -> Tokenizer | None:
-    """Return the tokenizer, or None with skip_tokenizer_init."""
+def load_tokenizer(
+    checkpoint: Checkpoint, vocab_size: int, options: EngineOptions
+) -> Tokenizer | None:
+    """Return the tokenizer of a model with this many tokens, or None with skip_tokenizer_init."""
     if options.skip_tokenizer_init:
         return None
-    checkpoint = loaded.checkpoint
     tokenizer = (
         read_tokenizer(checkpoint)
         if options.tokenizer is None
@@ -578,7 +579,6 @@ def load_tokenizer(loaded: ModelOnDevice, options: EngineOptions) -> Tokenizer |
             f"{checkpoint.source} has no tokenizer: give tokenizer=DIRECTORY (--tokenizer), or use "
             "token ids with skip_tokenizer_init=True"
         )
-    vocab_size = loaded.model.config.vocab_size
     if tokenizer.vocab_size < PADDED_VOCABULARY * vocab_size:
         log.warning(
             "the tokenizer has %s tokens and the model %s: tokens beyond the tokenizer's have no "

@@ -15,7 +15,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -55,6 +55,8 @@ from octavo.errors import MEMORY_RAN_OUT, InvalidRequest, NotEnoughMemory, is_ou
 from octavo.generation_config import default_sampling, read_generation_config
 from octavo.llm_metrics import Metric, RequestTotals
 from octavo.memory_planner import check_memory
+from octavo.model.base import CausalLM
+from octavo.model.checkpoint import Checkpoint
 from octavo.model.weight_summary import summarize_weights
 from octavo.outputs import (
     BeamSearchOutput,
@@ -142,7 +144,7 @@ class LLM:
         self.ranks = start_ranks(source, options)
         try:
             group = None if self.ranks is None else self.ranks.group
-            loaded = load(source, options, progress, group, check_memory(options))
+            loaded = load(source, options, progress, group, self._prepare(options))
             self._build(loaded, options, recommended)
         except BaseException as error:
             if self.ranks is not None:
@@ -150,6 +152,17 @@ class LLM:
             if is_out_of_memory(error):
                 raise NotEnoughMemory(MEMORY_RAN_OUT) from error
             raise
+
+    def _prepare(self, options: EngineOptions) -> Callable[[CausalLM, Checkpoint], None]:
+        """Return what is done before the weights are read, so that a model without a tokenizer, or
+        too large for the memory, is refused at once."""
+        checks_memory = check_memory(options)
+
+        def prepare(planned: CausalLM, checkpoint: Checkpoint) -> None:
+            checks_memory(planned, checkpoint)
+            self.tokenizer = load_tokenizer(checkpoint, planned.config.vocab_size, options)
+
+        return prepare
 
     def _build(
         self, loaded: ModelOnDevice, options: EngineOptions, recommended: dict[str, Any] | None
@@ -166,7 +179,6 @@ class LLM:
         overrides = options.override_generation_config or {}
         self.default_sampling = default_sampling(recommended | overrides)
         self.pooler = options.pooler_config or read_pooler_config(self.checkpoint.directory)
-        self.tokenizer = load_tokenizer(loaded, options)
         end_ids = self.tokenizer.end_ids if self.tokenizer else ()
         self.eos_ids = tuple(sorted({*self.config.eos_ids, *end_ids}))
         speculative = settle_speculation(options, self.checkpoint, self.device.type)
@@ -252,6 +264,7 @@ class LLM:
         loaded = ModelOnDevice(self.model, self.checkpoint, self.device, custom_drafter=drafter)
         if drafter is None:
             loaded = with_drafter(loaded, options)
+        llm.tokenizer = load_tokenizer(self.checkpoint, self.config.vocab_size, options)
         llm._build(loaded, options, recommended)
         return llm
 

@@ -172,8 +172,8 @@ def size_pool(
     A given max_model_len must fit. The default is the model's own length, or what fits."""
     if max_model_len is not None and max_model_len > model.max_position:
         raise InvalidRequest(
-            f"max_model_len {max_model_len} is beyond the model's {model.max_position} positions: "
-            "use at most that",
+            f"max_model_len {max_model_len} (--max-model-len) is longer than the model's context "
+            f"of {model.max_position} tokens: use at most {model.max_position}",
             "max_model_len",
         )
     per_block = block_size * kv_per_token
@@ -214,7 +214,7 @@ def size_tiers(
     if host > free:
         raise NotEnoughMemory(
             f"swap_space ({gib:g} GiB, --kv-host-gib) is more than the "
-            f"{max(free, 0) / 2**30:.1f} GiB of memory that are left: use at most that"
+            f"{max(free, 0) / 2**30:.1f} GiB of memory that are left: lower it"
         )
     if 0 < host < block_bytes or (disk and not host):
         advice = "use more, or 0 for no host tier"

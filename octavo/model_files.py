@@ -28,8 +28,8 @@ def find_model_files(model: str | Path, weights: bool = True) -> Path | None:
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(
-                f"{path} is not a .gguf file; for safetensors give the directory that holds "
-                "config.json too"
+                f"{path} is not a .gguf file. If it belongs to a model in safetensors, give the "
+                "directory that holds its config.json"
             )
         return path
     if path.is_dir():

@@ -6,7 +6,6 @@ Speed depends on the shapes and not on the values.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -106,12 +105,13 @@ SHAPES = {
 
 
 def load_shape(options: EngineOptions, model: str | None) -> LLM:
-    """Load a model, or random weights if `model` names a shape. None is the embedded model."""
+    """Load a model, or random weights if `model` names a shape. None is the embedded model.
+
+    No progress is shown: each bench has a bar of its own."""
     from octavo.llm import LLM
 
-    progress = sys.stderr.isatty()
     if model not in SHAPES:
-        return LLM.from_options(model, options, progress)
+        return LLM.from_options(model, options, progress=False)
     shape = SHAPES[model]
     max_model_len = options.max_model_len
     if max_model_len is not None:
@@ -120,7 +120,7 @@ def load_shape(options: EngineOptions, model: str | None) -> LLM:
     options = replace(
         options, load_format="dummy", max_model_len=max_model_len, skip_tokenizer_init=True
     )
-    return LLM.from_options(shape, options, progress)
+    return LLM.from_options(shape, options, progress=False)
 
 
 def write_directory(hf_config: dict[str, Any], directory: Path) -> None:

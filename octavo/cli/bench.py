@@ -1,6 +1,7 @@
 """`octavo bench ...`: measurements as tables.
 
-The last line on stdout is the result as JSON; --json FILE also writes it to a file.
+The result as JSON is the last line on stdout if that is not a terminal; --json FILE writes it to a
+file.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ from octavo.cli.options import (
     size,
     sizes,
 )
-from octavo.cli.terminal import in_bytes, say, short, table
+from octavo.cli.plain_help import Application
+from octavo.cli.terminal import in_bytes, print_result, say, short, table
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 
-app = typer.Typer(
-    help="Measure speed: each bench prints a table, and JSON as its last line.",
+app = Application(
+    help="Measure speed: each bench prints a table, and JSON as its last line into a pipe.",
     no_args_is_help=True,
 )
 
 
 def finish(result: dict[str, Any], output: Path | None) -> None:
-    """Print the result as the last line, then write it to the file of --json.
+    """Print the result (print_result), then write it to the file of --json.
 
     Printing comes first: a file that cannot be written must not lose the measurement."""
     from octavo.bench.provenance import provenance
 
     line = json.dumps(result | {"partial": False, "provenance": provenance()})
-    print(line, flush=True)
+    print_result(line)
     if output is not None:
         output.write_text(line + "\n")
 

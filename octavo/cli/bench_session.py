@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from octavo.cli.options import option
-from octavo.cli.terminal import say, table
+from octavo.cli.terminal import print_result, say, table
 
 if TYPE_CHECKING:
     from octavo.bench.result_file import BenchRun
@@ -89,7 +89,7 @@ def plain_cell(text: str) -> str:
 
 
 def present(run: BenchRun, picture: Path | None) -> None:
-    """Print the tables, the notes and, as the last line, the result."""
+    """Print the tables, the notes and, for programs, the result."""
     from octavo.bench.picture import draw
     from octavo.bench.views import view_of
 
@@ -108,4 +108,4 @@ def present(run: BenchRun, picture: Path | None) -> None:
     panels = view.panels(result) if picture is not None and result["rows"] else []
     if picture is not None and panels:
         draw(picture, *panels)
-    print(run.line(), flush=True)
+    print_result(run.line())

@@ -36,7 +36,17 @@ from octavo.cli.options import (
     option,
     read_template,
 )
-from octavo.cli.terminal import DIM, ERASE_LINE, Writer, dim, note, short, speed_line, tokens
+from octavo.cli.terminal import (
+    DIM,
+    ERASE_LINE,
+    Writer,
+    dim,
+    note,
+    short,
+    speed_line,
+    tokens,
+    typing_hidden,
+)
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest, OctavoError
@@ -330,7 +340,7 @@ class ChatSession:
         writer = Writer()
         shows_waiting = False  # "thinking..." is on the screen
         try:
-            with stop_on_ctrl_c(chat):
+            with stop_on_ctrl_c(chat), typing_hidden():
                 for is_reasoning, text in chat.reply(message, prompt):
                     if is_reasoning and not self.show_thinking:
                         if writer.terminal and not shows_waiting:

@@ -13,6 +13,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from octavo import __version__
+from octavo.cli.plain_help import Application
 
 
 class CommandEntry(NamedTuple):
@@ -64,7 +65,7 @@ BENCHES = (
 
 def application(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
     """Return the application with these commands."""
-    app = typer.Typer(
+    app = Application(
         name="octavo",
         help="Octavo: an LLM inference engine small enough to read.",
         epilog="Without MODEL, commands except quantize use the embedded model. "

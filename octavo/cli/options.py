@@ -185,10 +185,11 @@ def load_llm(model: str | dict[str, Any] | None, engine: EngineOptions, **change
         done = fraction >= 1
         status.show("allocating memory" if done else f"loading {name}, {fraction:.0%}")
 
+    status.begin(f"opening {name}")  # It may have ended at a remark.
     if status.is_shown():
         show_compilation()
     status.show(f"opening {name}")
-    shown: bool | Callable[[float], None] = progress if status.is_shown() else sys.stderr.isatty()
+    shown: bool | Callable[[float], None] = progress if status.is_shown() else False
     llm = LLM.from_options(model, replace(engine, **changes), progress=shown)
     status.show("computing the first token")
     return llm

@@ -160,8 +160,10 @@ def show(report: dict[str, Any]) -> None:
 
 def memory_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield name, amount and remark of each part of the memory."""
+    from octavo.memory import CPU_KV_SHARE
+
     per_token = report["kv_bytes_per_token"]
-    used = "on the CPU"
+    used = f"on the CPU; KV takes {CPU_KV_SHARE:.0%} of what is left, or --num-blocks"
     if report["device"] == "cuda":
         used = f"{report['gpu_memory_utilization']:.0%} of the GPU may be used"
     yield "memory free", in_bytes(report["device_memory_free"]), used

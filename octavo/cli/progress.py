@@ -11,7 +11,9 @@ from threading import Event, Thread
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, TaskID
+from rich.progress import Progress, ProgressColumn, TaskID, TimeElapsedColumn
+
+from octavo.cli import status
 
 REPEAT_SECONDS = 10.0  # between two lines about one task
 
@@ -24,7 +26,15 @@ class Steps(Progress):
         self._started = time.monotonic()
         self._stopped = Event()
 
+    @classmethod
+    def get_default_columns(cls) -> tuple[ProgressColumn, ...]:
+        """Description, bar and percentage, and the elapsed time, which moves in long steps too."""
+        *columns, _ = super().get_default_columns()
+        return (*columns, TimeElapsedColumn())
+
     def start(self) -> None:
+        if self.console.is_terminal:
+            status.give_way()
         super().start()
         if not self.console.is_terminal:
             Thread(target=self._repeat, daemon=True).start()
@@ -32,6 +42,7 @@ class Steps(Progress):
     def stop(self) -> None:
         self._stopped.set()
         super().stop()
+        status.resume()
 
     def add_task(self, description: str, *args: Any, **options: Any) -> TaskID:
         task_id = super().add_task(description, *args, **options)

@@ -15,7 +15,7 @@ import typer
 
 from octavo.cli.options import Output, command, engine_option, option, size
 from octavo.cli.simulate_command import read_costs
-from octavo.cli.terminal import say, table
+from octavo.cli.terminal import print_result, say, table
 from octavo.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -296,6 +296,6 @@ def _panels(results: list[dict[str, Any]]) -> list[Panel]:
 
 def _finish(result: dict[str, Any], output: Path | None) -> None:
     result_line = json.dumps(result)
-    print(result_line, flush=True)
+    print_result(result_line)
     if output is not None:
         output.write_text(result_line + "\n")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.options import Output, command, engine_option, option
-from octavo.cli.terminal import say, table
+from octavo.cli.terminal import print_result, say, table
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
@@ -197,7 +197,7 @@ def _simulate(
 
 def _finish(result: dict[str, Any], output: Path | None) -> None:
     result_line = json.dumps(result)
-    print(result_line, flush=True)
+    print_result(result_line)
     if output is not None:
         output.write_text(result_line + "\n")
 

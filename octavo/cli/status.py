@@ -86,6 +86,8 @@ class FirstWrite:
 
 
 _line: StatusLine | None = None
+# True while a progress bar is on the terminal, which leaves no place for the line.
+_has_bar = False
 # Streams that sys.stdout and sys.stderr were. print() holds no reference to sys.stdout while it
 # writes to it (CPython 3.11), so a stream that its own write replaces must stay alive: otherwise
 # the process ends with a segmentation fault.
@@ -93,9 +95,9 @@ _replaced: list[FirstWrite] = []
 
 
 def begin(text: str) -> None:
-    """Show the line, if stderr is a terminal."""
+    """Show the line, if stderr is a terminal and shows no progress bar."""
     global _line
-    if _line is not None or not sys.stderr.isatty():
+    if _line is not None or _has_bar or not sys.stderr.isatty():
         return
     _line = StatusLine(sys.stderr, text)
     sys.stderr = FirstWrite(sys.stderr)
@@ -111,6 +113,19 @@ def show(text: str) -> None:
 
 def is_shown() -> bool:
     return _line is not None
+
+
+def give_way() -> None:
+    """Erase the line for a progress bar. begin() does nothing until the bar ends."""
+    global _has_bar
+    end()
+    _has_bar = True
+
+
+def resume() -> None:
+    """Say that the progress bar has ended."""
+    global _has_bar
+    _has_bar = False
 
 
 def end() -> None:

@@ -9,9 +9,15 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Sequence
+import termios
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 DIM = "\x1b[2m"
 RESET = "\x1b[0m"
@@ -82,11 +88,38 @@ def table(
     left: Collection[int] = (0,),
     dim: Collection[int] = (),
 ) -> None:
-    """Print a table on stdout. All columns but those in `left` are aligned to the right. The table
-    is as wide as its content: a narrow terminal wraps lines and does not cut numbers short.
+    """Print a table on stdout. All columns but those in `left` are aligned to the right.
+
+    A table that is too wide for a terminal is printed with rows and columns exchanged, if it fits
+    then. Otherwise the table is as wide as its content: lines wrap, and no number is cut short.
     """
-    from rich import box
     from rich.console import Console
+
+    rows = list(rows)
+    console = Console(highlight=False)
+    unlimited = console.options.update(width=MAX_TABLE_WIDTH)
+
+    def width(table: Table) -> int:
+        return console.measure(table, options=unlimited).maximum
+
+    made = _make_table(title, columns, rows, left, dim)
+    if any(columns) and console.is_terminal and width(made) > console.width:
+        headings, *values = zip(columns, *rows, strict=True)
+        exchanged = _make_table(title, headings, values)
+        if width(exchanged) <= console.width:
+            made = exchanged
+    console.width = max(console.width, width(made))
+    console.print(made)
+
+
+def _make_table(
+    title: str | None,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Collection[int] = (0,),
+    dim: Collection[int] = (),
+) -> Table:
+    from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, show_header=any(columns))
@@ -99,10 +132,31 @@ def table(
         )
     for row in rows:
         made.add_row(*row)
-    console = Console(highlight=False)
-    unlimited = console.options.update(width=MAX_TABLE_WIDTH)
-    console.width = max(console.width, console.measure(made, options=unlimited).maximum)
-    console.print(made)
+    return made
+
+
+def print_result(line: str) -> None:
+    """Print a result in JSON as the last line of stdout, for programs. A terminal does not show it:
+    its reader has the tables."""
+    if not sys.stdout.isatty():
+        print(line, flush=True)
+
+
+@contextmanager
+def typing_hidden() -> Iterator[None]:
+    """Keep the terminal from showing what is typed, such as the ^C of Ctrl-C, inside a reply."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    *other_modes, local_modes, in_speed, out_speed, characters = before
+    hidden = [*other_modes, local_modes & ~termios.ECHO, in_speed, out_speed, characters]
+    termios.tcsetattr(terminal, termios.TCSADRAIN, hidden)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 class Writer:

@@ -18,9 +18,8 @@ import json
 import re
 from typing import Any
 
-from typer.core import TyperCommand
-
 from octavo.cli.options import fail
+from octavo.cli.plain_help import PlainCommand
 from octavo.errors import InvalidRequest
 from octavo.vllm_options import SERVER_DEFAULTS, check_vllm_option
 
@@ -41,7 +40,7 @@ SHORT_FLAGS = {
 SHORT_WORD = re.compile(r"(-[a-z]+|-O)([=.].*|(?<=-O)\d)?")
 
 
-class VllmCommand(TyperCommand):
+class VllmCommand(PlainCommand):
     """A command that understands the flags of vLLM too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -82,8 +82,8 @@ class _Cursor:
         position = self.position
         if nbytes > self.end - position:
             raise self.bad(
-                f"something of {nbytes} bytes at byte {position} runs past byte {self.end} "
-                "(truncated?)"
+                f"a value of {nbytes} bytes begins at byte {position}, but only the first "
+                f"{self.end} bytes can be read, so the file is probably cut off"
             )
         self.position += nbytes
         return position

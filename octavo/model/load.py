@@ -105,8 +105,8 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
     except Exception as error:
         reason = " ".join(str(refusal or error).split())[:300]
         raise ModelNotFound(
-            f"there is no directory {name}, no complete snapshot of it in the hub's cache "
-            "(HF_HOME names the cache), and the hub did not give it "
+            f"no model {name}: it is not a local directory, the cache of the Hugging Face hub "
+            "(HF_HOME) does not have all its files, and the download from the hub failed "
             f"({type(refusal or error).__name__}: {reason}). {CHOICES}"
         ) from error
     return Path(folder)

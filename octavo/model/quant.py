@@ -56,7 +56,8 @@ def parse(name: str | None) -> WeightFormat | str:
         return name or "auto"
     if name not in FORMATS:
         raise InvalidRequest(
-            f"quantization (--quant) is one of {', '.join(NAMES)}, not {name!r}", "quantization"
+            f"quantization (--quant) must be one of {', '.join(NAMES)}, not {name!r}",
+            "quantization",
         )
     return FORMATS[name]
 

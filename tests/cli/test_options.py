@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -297,3 +298,10 @@ def test_a_watchdog_that_restarts_before_it_logs_is_refused(octavo: Octavo) -> N
     result = octavo("serve", "--stall-kill", "5", "--stall-dump", "6")
     assert result.exit_code == 2
     assert "--stall-kill must be at least --stall-dump" in result.stderr
+
+
+@pytest.mark.parametrize("command", [[], *COMMANDS, ["quantize"], ["bench"]])
+def test_help_shows_no_types_of_python(command: list[str], octavo: Octavo) -> None:
+    text = octavo(*command, "--help").stdout
+    assert "--help" in text
+    assert re.findall(r"<(bool|str|int|float|path)>", text) == []

@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from octavo.cli import progress
+from octavo.cli import progress, status
 from octavo.cli.progress import Steps
 
 
@@ -45,3 +45,18 @@ def test_what_takes_long_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
     count = out.getvalue().count("measuring 0 of 2")
     time.sleep(0.1)
     assert count > 2 and out.getvalue().count("measuring") == count, "and no more when it is over"
+
+
+def test_no_status_line_is_drawn_into_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stderr", Screen())
+    with Steps() as steps:
+        steps.add_task("loading", total=None)
+        status.begin("opening a model")
+        assert not status.is_shown()
+    status.begin("opening a model")
+    assert status.is_shown()
+    status.end()

@@ -5,12 +5,25 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
+import pty
+import re
+import termios
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli.terminal import Writer, in_bytes, plain, short, table, tokens
+from octavo.cli.terminal import (
+    Writer,
+    in_bytes,
+    plain,
+    print_result,
+    short,
+    table,
+    tokens,
+    typing_hidden,
+)
 from octavo.text.reasoning import ReasoningFilter
 
 
@@ -143,3 +156,48 @@ def test_a_wide_table_is_not_cut_short(
     printed = capsys.readouterr().out
     assert "…" not in printed
     assert all(column in printed for column in columns)
+
+
+@pytest.mark.parametrize("width", [30, 200])
+def test_rows_and_columns_are_exchanged_on_a_narrow_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    columns = ["policy", *(f"heading {number}" for number in range(9))]
+    values = [[name, *(f"{name}{number}" for number in range(9))] for name in ("a", "b")]
+    table(None, columns, values)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())  # without colours
+    lines = [line.split() for line in text.splitlines()]
+    if width == 30:
+        assert ["policy", "a", "b"] in lines and ["heading", "8", "a8", "b8"] in lines
+    else:
+        assert values[0] in lines and values[1] in lines
+
+
+def test_a_result_is_for_programs_and_not_for_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print_result('{"bench": "one"}')
+    assert capsys.readouterr().out == '{"bench": "one"}\n'
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    print_result('{"bench": "one"}')
+    assert screen.getvalue() == ""
+
+
+def test_what_is_typed_during_a_reply_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    keyboard, terminal = pty.openpty()
+
+    def echoes() -> bool:
+        return bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
+
+    with os.fdopen(keyboard, "wb", buffering=0), os.fdopen(terminal) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert echoes()
+        with pytest.raises(KeyError), typing_hidden():
+            assert not echoes()
+            raise KeyError
+        assert echoes()

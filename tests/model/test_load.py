@@ -372,7 +372,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_offline_and_not_cached_says_what_can_be_given(hub: Path) -> None:
     with pytest.raises(
         ModelNotFound,
-        match=r"(?s)no directory org/name.*HF_HOME.*Give a \.gguf file.*directory.*smollm2",
+        match=r"(?s)no model org/name.*HF_HOME.*download.* failed.*Give a \.gguf file.*directory.*smollm2",
     ):
         open_checkpoint("org/name")
 
@@ -785,3 +785,13 @@ def test_a_directory_without_a_tokenizer_names_the_option(tmp_path: Path) -> Non
     path = write_directory(tmp_path, config=fields)
     with pytest.raises(ModelError, match=r"has no tokenizer.*tokenizer=DIRECTORY \(--tokenizer\)"):
         LLM(path, load_format="dummy", device="cpu", progress=False)
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    path = write_directory(tmp_path, weights())
+    fractions: list[float] = []
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        LLM(path, device="cpu", progress=fractions.append)
+    assert fractions == []
+    LLM(path, device="cpu", progress=fractions.append, tokenizer=tiny.model_dir())
+    assert fractions, "the same files can be read"

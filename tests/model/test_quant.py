@@ -80,7 +80,7 @@ def test_names_are_read_and_written(name: str) -> None:
 def test_an_unknown_name_says_which_there_are() -> None:
     with pytest.raises(
         InvalidRequest,
-        match=r"quantization \(--quant\) is one of auto, none, int8, .*int4-g64.*, not 'int3'",
+        match=r"quantization \(--quant\) must be one of auto, none, int8, .*int4-g64.*, not 'int3'",
     ):
         quant.parse("int3")
 
