@@ -97,7 +97,7 @@ class NotPlanned(NamedTuple):
     step: int = 0
 
 
-class KVForgotten(NamedTuple):
+class KVDiscarded(NamedTuple):
     """The KV cache is turned off: a sequence computes all of its tokens again in the next step."""
 
     seq: Sequence
@@ -341,7 +341,7 @@ Event = (
     | Admitted
     | NotAdmitted
     | NotPlanned
-    | KVForgotten
+    | KVDiscarded
     | StepPlanned
     | StepLanded
     | StepCommitted

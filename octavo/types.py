@@ -122,7 +122,7 @@ class Sequence:
     guide: Guide | None = None  # has accepted exactly the committed output
     repetition: RepetitionDetectionParams | None = None  # ends a text that repeats itself
     beam: Beam | None = None
-    # Children to fork when all but one prompt token are computed (docs/sequences.md).
+    # Children to fork once all but one of the prompt tokens are computed (docs/sequences.md).
     pending_forks: int = 0
     inherited_tokens: int = 0  # leading tokens computed by the sequence it was forked from
 
@@ -140,8 +140,8 @@ class Sequence:
     drafts_in_flight: int = 0  # how many planned positions may turn out to be wrong
     draft_acceptance: float = 0.0  # running mean: the fraction of its drafts that were accepted
     lookup_acceptance: float = 0.0  # the same for drafts of the host, if the device drafts too
-    # The drafter on the device has its own KV of every step so far, so it can draft.
-    followed: bool = True
+    # The drafter on the device has its own KV of all tokens so far, so it can draft.
+    drafter_has_kv: bool = True
     accepted_drafts: int = 0  # verified drafts that became tokens
     rejected_drafts: int = 0  # verified drafts that did not
 
@@ -150,8 +150,9 @@ class Sequence:
     published_blocks: int = 0  # leading blocks already published to the prefix cache
     cached_tokens: int = 0  # prompt positions found in the prefix cache at its first admission
     disk_wait: DiskWait = DiskWait.NOT_ASKED
-    # TierIndex.num_settled at its last lookup. Another lookup is useful once that has changed.
-    num_settled_seen: int = 0
+    # TierIndex.transfers_ended at the sequence's last lookup. A new lookup is useful once that
+    # number has changed.
+    transfers_ended_at_lookup: int = 0
 
     # Bounded KV (octavo/core/bounded_kv.py). Dropped tokens have left `tokens` too.
     dropped_tokens: int = 0
@@ -191,7 +192,7 @@ class Sequence:
 
     @property
     def needs_all_positions(self) -> bool:
-        """True if no position may be taken from the cache: each has a result that is wanted."""
+        """True if the request wants a result of each position, so none may come from the cache."""
         return self.lacks_prompt_logprobs or self.request.pooling in ("mean", "all")
 
 
@@ -205,13 +206,14 @@ class Item(NamedTuple):
     seq_id: int
     epoch: int
     slot: int
-    # First position. None: a decode; the device continues at the slot's `computed`, which the host
-    # may not know exactly when drafts are in flight.
+    # First position. None: a decode, which starts at the slot's `computed` on the device. The host
+    # does not know that number while drafts are in flight.
     start: int | None
     num_tokens: int
     sample: bool
     # Upper bound of start + num_tokens: attention reads at most this much KV. It is exact if
-    # Plan.drafts has this item, because the host drafts only for sequences that it knows fully.
+    # Plan.drafts has this item, because the host drafts only for sequences that have no token in
+    # flight.
     max_kv_len: int
     prompt_logprobs: int | None = None  # number of top logprobs for each computed position
     wants_attention_mass: bool = False  # report how its attention is spread over its blocks
@@ -288,8 +290,9 @@ class Plan:
     # item index -> allowed tokens at each sampled position (Guide.mask); other items may sample any
     token_masks: dict[int, list[bytes]] = field(default_factory=dict)
     num_drafts: int = 0  # total over all items
-    # The drafter on the device computes KV of its own in this step, to be able to draft later.
-    followed: bool = True
+    # The drafter on the device computes its own KV of this step's tokens, to be able to draft for
+    # their sequences later. SGLang has the same name for it.
+    draft_extend: bool = True
     # Disk work starts with the step and finishes whenever the disk is done.
     saves: list[Save] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
@@ -304,7 +307,7 @@ class Plan:
 
     @property
     def touches_slots(self) -> bool:
-        """True unless the plan only moves blocks between tiers, which no batch slot notices."""
+        """True unless the plan only moves blocks between tiers, which changes no batch slot."""
         return bool(
             self.items or self.slot_fills or self.copies or self.shifts or self.table_updates
         )

@@ -23,7 +23,7 @@ from octavo.config import SpeculativeConfig
 from octavo.core.draft_methods import describe, parse_speculative
 from octavo.core.speculation import (
     MAX_DRAFTED_STEPS,
-    MAX_UNUSED_STEPS,
+    MAX_UNDRAFTED_EXTENDS,
     NO_PASSES,
     CostTable,
     DraftCounters,
@@ -330,33 +330,33 @@ def test_auto_gives_the_tokens_of_no_drafts() -> None:
     assert counters(drafting).accepted > 0
 
 
-def test_steps_are_followed_only_if_drafts_may_pay() -> None:
+def test_steps_have_a_draft_extend_only_if_drafts_may_pay() -> None:
     config = SpeculativeConfig("device", num_tokens=2)
-    sequences = {0: SimpleNamespace(followed=True, position_limit=500, tokens=[0] * 20)}
+    sequences = {0: SimpleNamespace(drafter_has_kv=True, position_limit=500, tokens=[0] * 20)}
 
-    def followed(*tokens: int, start: int | None = 0, drafts: int = 0) -> bool:
+    def extends(*tokens: int, start: int | None = 0, drafts: int = 0) -> bool:
         items = [
             Item(0, 0, 0, start, count + drafts, True, 99, num_drafts=drafts) for count in tokens
         ]
         plan = Plan(1, items=items, num_drafts=drafts * len(items))
-        sequences[0].followed = True
-        speculation.follow(plan, sequences)  # type: ignore[arg-type]
-        assert sequences[0].followed == plan.followed
-        return plan.followed
+        sequences[0].drafter_has_kv = True
+        speculation.choose_draft_extend(plan, sequences)  # type: ignore[arg-type]
+        assert sequences[0].drafter_has_kv == plan.draft_extend
+        return plan.draft_extend
 
     speculation = Speculation(config)
     for rows, seconds in ((1, 1.0), (2, 1.1), (8, 4.0), (16, 8.0)):
         speculation.costs.record(rows, seconds)
     speculation.costs.record(2, 1.15, Passes(1, 1))
-    assert followed(100) and not followed(300), "a long prompt"
+    assert extends(100) and not extends(300), "a long prompt"
     sequences[0].position_limit = 30
-    assert not followed(100), "a short reply"
+    assert not extends(100), "a short reply"
     sequences[0].position_limit = 500
-    assert followed(1, start=None)
-    assert not followed(*[1] * 8, start=None), "many sequences"
-    assert all(followed(1, start=None) for _ in range(MAX_UNUSED_STEPS))
-    assert not followed(1, start=None), "no drafts for a while"
-    assert all(followed(1, start=None, drafts=1) for _ in range(2 * MAX_UNUSED_STEPS))
+    assert extends(1, start=None)
+    assert not extends(*[1] * 8, start=None), "many sequences"
+    assert all(extends(1, start=None) for _ in range(MAX_UNDRAFTED_EXTENDS))
+    assert not extends(1, start=None), "no drafts for a while"
+    assert all(extends(1, start=None, drafts=1) for _ in range(2 * MAX_UNDRAFTED_EXTENDS))
 
 
 def test_costs_are_estimated_between_and_beyond_measured_sizes() -> None:
@@ -423,7 +423,7 @@ def test_a_step_without_drafts_is_measured_again_from_time_to_time() -> None:
     for rows in (1, 2, 3):
         speculation.costs.record(rows, 1.0)  # more rows cost nothing, so drafts always pay
     sequence = SimpleNamespace(
-        planned=9, tokens=[0] * 9, guide=None, followed=True, draft_acceptance=0.9
+        planned=9, tokens=[0] * 9, guide=None, drafter_has_kv=True, draft_acceptance=0.9
     )
     counts = []
     for step in range(2 * MAX_DRAFTED_STEPS + 3):

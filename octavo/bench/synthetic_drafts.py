@@ -34,7 +34,7 @@ class SyntheticDrafter:
         self.acceptance = acceptance
 
     def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
-        """There is nothing to follow."""
+        """Do nothing: the drafter has no KV."""
 
     def draft(self, passes: Sequence[Tensor], max_len: int, batch_slots: BatchSlots) -> None:
         for index, slots in enumerate(passes):

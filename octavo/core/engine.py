@@ -22,7 +22,7 @@ from octavo.events import StepCommitted, StepFailed, StepLanded, StepPlanned, St
 from octavo.types import Output, Plan, Request, StepResult
 
 log = logging.getLogger(__name__)
-POLL_SECONDS = 0.0005  # between two looks at a batch that is still forming
+POLL_SECONDS = 0.0005  # how long step() sleeps if nothing can run, while a batch forms
 
 
 class Handle(Protocol):
@@ -77,7 +77,8 @@ class Engine:
         self.scheduler.stop(request_id, index)
 
     def step(self) -> list[Output]:
-        """Launch the next step, if there is one, then commit the oldest result that is due."""
+        """Plan and launch the next step if there is work. Then commit the oldest step in flight,
+        unless fewer than `depth` are in flight."""
         if self._late_outputs:
             late_outputs = self._late_outputs
             self._late_outputs = []
@@ -121,17 +122,18 @@ class Engine:
         committed_at = clock()
         host_time.commit += committed_at - landed_at
         if StepCommitted in self.events.listeners:
-            host_times = (step.started_at, step.planned_at, step.launched_at)
-            times = StepTimestamps(*host_times, launched_at, landed_at, committed_at)
+            before_wait = (step.started_at, step.planned_at, step.launched_at)
+            times = StepTimestamps(*before_wait, launched_at, landed_at, committed_at)
             self.events.emit(StepCommitted(step.plan, result, times))
         return outputs
 
     def _fail(self, plan: Plan, error: BaseException) -> list[Output]:
-        """A step raised: end the requests in it, and nothing else.
+        """Handle an error of the runner: end the requests of the failed step, and no others.
 
-        A step that was too large for the device's memory is tried again in smaller ones. An
-        interrupt is raised again for the caller of the loop. An error inside the scheduler does not
-        come here: its state may be half-written, and the engine must be replaced."""
+        The sequences of a step that exceeded the device's memory are computed again in smaller
+        steps. An interrupt is raised again for the caller of step(). An error inside the scheduler
+        is not handled: the scheduler's state may be inconsistent, and the engine must be
+        replaced."""
         if StepFailed in self.events.listeners:
             self.events.emit(StepFailed(plan, error))
         if isinstance(error, DeviceOutOfMemory):

@@ -48,7 +48,7 @@ from octavo.events import (
     Finished,
     Forked,
     GuideStarted,
-    KVForgotten,
+    KVDiscarded,
     NotAdmitted,
     NotPlanned,
     Preempted,
@@ -153,7 +153,7 @@ class EventStream:
         self.numbers = StreamNumbers(0.0)
         self.pieces: dict[int, TextPieces] = {}  # by Sequence.id
         self.decode: list[int] | None = None  # the sequences that decode in the latest plan
-        self.left_waiting: set[int] = set()  # Sequence.id that NotAdmitted names before a plan
+        self.not_admitted_ids: set[int] = set()  # sequences with a NotAdmitted event in this plan
         self.records: list[tuple[Any, ...]] = []  # the lines to come, not yet encoded
         self.number = 0  # number of the last event that became a line
         self.bytes_left = 0  # bytes until the next snapshot
@@ -166,7 +166,7 @@ class EventStream:
             Admitted: self._on_admission,
             NotAdmitted: self._on_wait,
             NotPlanned: self._on_pause,
-            KVForgotten: self._on_lost_kv,
+            KVDiscarded: self._on_discarded_kv,
             Preempted: self._on_preemption,
             Finished: self._on_finish,
             Failed: self._on_failure,
@@ -322,7 +322,7 @@ class EventStream:
     def _on_wait(self, event: NotAdmitted) -> None:
         """Add a line, unless the sequence waits for the same reason as after the last plan."""
         seq = event.seq
-        self.left_waiting.add(seq.id)
+        self.not_admitted_ids.add(seq.id)
         num_ahead = self.scheduler.waiting.index(seq)
         why = (seq.id, event.reason, event.needed_blocks, event.waits_for, num_ahead)
         if self.numbers.reasons.get(seq.id) != why:
@@ -332,7 +332,7 @@ class EventStream:
     def _on_pause(self, event: NotPlanned) -> None:
         self._add("unplanned", event, event.seq.id, event.reason, event.needed_blocks)
 
-    def _on_lost_kv(self, event: KVForgotten) -> None:
+    def _on_discarded_kv(self, event: KVDiscarded) -> None:
         self._add("recomputes", event, event.seq.id)
 
     def _on_preemption(self, event: Preempted) -> None:
@@ -368,17 +368,17 @@ class EventStream:
         if plan.num_drafts:
             drafts = [item.num_drafts for item in plan.items if item.start is None]
         listed = None if same else decode
-        details = (chunks, listed, drafts, int(plan.urgent), self._take_untried())
+        details = (chunks, listed, drafts, int(plan.urgent), self._take_not_tried())
         self._add("planned", event, event.token_budget, *details)
 
-    def _take_untried(self) -> list[int] | None:
+    def _take_not_tried(self) -> list[int] | None:
         """Forget the reasons of sequences that this plan did not try. Return the sequences."""
         reasons = self.numbers.reasons
-        untried = [seq_id for seq_id in reasons if seq_id not in self.left_waiting]
-        for seq_id in untried:
+        not_tried = [seq_id for seq_id in reasons if seq_id not in self.not_admitted_ids]
+        for seq_id in not_tried:
             del reasons[seq_id]
-        self.left_waiting.clear()
-        return untried or None
+        self.not_admitted_ids.clear()
+        return not_tried or None
 
     def _is_last(self, item: Item) -> bool:
         """Return whether a chunk is the last of its prompt. A request for embeddings does not

@@ -99,7 +99,7 @@ class SequenceGroups:
         return child
 
     def fork_prompts(self) -> None:
-        """Fork the prompts that are computed but for their last token."""
+        """Fork the prompts of which all tokens but the last are computed."""
         ready = [
             seq
             for seq in self.queues.prefilling
@@ -172,8 +172,8 @@ class SequenceGroups:
         chosen: list[Continuation],
         best: dict[int, Continuation],
     ) -> None:
-        """Extend the beams. A beam takes its best continuation itself, after its other ones have
-        forked from where it stood: hence the worst continuation first."""
+        """Extend the beams, with the worst continuation first: a beam is forked for its other
+        continuations before it is extended by its best one."""
         free_indices = set(range(search.width)) - {seq.index for seq in group}
         beams = []
         for continuation in reversed(chosen):

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from octavo.types import Plan, StepResult
 
-# Bytes per second, assumed until something is measured. A rate that is too high is corrected by the
-# first block loaded. A rate that is too low would never be: nothing would be loaded.
+# Bytes per second that are assumed before the first measurement. A rate that is too high is
+# corrected when the first block is loaded. With a rate that is too low, no block would be loaded.
 HOST_RATE = 10e9
 DISK_RATE = 10e9
 SMOOTHING = 0.2  # weight of the newest measurement
-# Loading is tried once in this many times although it seems slow: the tier may have become faster.
+# One in this many loads that seem too slow is tried anyway, because the tier may be faster now.
 PROBE_INTERVAL = 32
 
 
@@ -24,7 +24,7 @@ class OffloadCosts:
     block_size: int
     load_seconds: float  # per block, from host memory to the device
     fetch_seconds: float  # per block, from disk to host memory
-    prefill_tokens: float = 0.0  # in recent prefill steps, later steps weigh more
+    prefill_tokens: float = 0.0  # tokens of prefill steps, exponentially decayed
     prefill_seconds: float = 0.0  # device time of the same steps
     refusals: int = 0
 
@@ -54,7 +54,7 @@ class OffloadCosts:
         if result.compute_seconds:
             num_tokens = plan.num_tokens
             prompt_tokens = sum(item.num_tokens for item in plan.items if item.start is not None)
-            # Steps with fewer prompt tokens show the cost of a step, not of a token.
+            # With fewer prompt tokens, the fixed cost of a step outweighs the cost of a token.
             if prompt_tokens >= 2 * self.block_size and 2 * prompt_tokens > num_tokens:
                 keep = 1 - SMOOTHING
                 self.prefill_tokens = keep * self.prefill_tokens + num_tokens

@@ -1,5 +1,5 @@
-"""The prefix cache: which blocks of a sequence's text are cached on the device, can be loaded from
-a lower tier, or are being computed by another sequence.
+"""The prefix cache: which blocks of a sequence are cached on the device, can be loaded from a lower
+tier, or are being computed by another sequence.
 
     block_hashes  a b c d e f g    hash chain of the full blocks, one token left to compute
     pool          a b              shared at once
@@ -68,7 +68,8 @@ class PrefixCache:
         return num_blocks * self.block_size
 
     def match(self, seq: Sequence) -> Match | None:
-        """Find the known prefix, or return None if another sequence computes most of the rest."""
+        """Return the longest prefix that is cached, or None if the sequence should wait because
+        another one computes most of the rest."""
         if not self.may_match(seq):
             return Match([], [])
         num_full = (len(seq.tokens) - 1) // self.block_size  # always leave a token to compute
@@ -90,24 +91,26 @@ class PrefixCache:
         return self.enabled and not seq.needs_all_positions
 
     def waits_for_disk(self, seq: Sequence) -> bool:
-        """Return whether a sequence waits for blocks from disk, and none has arrived or failed to
-        arrive since it last looked."""
+        """Return whether a sequence waits for blocks from disk and no transfer has ended since its
+        last lookup."""
         return (
             self.tiers is not None
             and seq.disk_wait is DiskWait.WAITING
-            and seq.num_settled_seen == self.tiers.num_settled
+            and seq.transfers_ended_at_lookup == self.tiers.transfers_ended
         )
 
     def fetch_and_promote(
         self, seq: Sequence, match: Match, plan: Plan, reserved: int
     ) -> int | None:
-        """Fetch the blocks that follow a match from disk to host memory. Promote those that have
-        arrived: load them into device blocks, where they are verified before any sequence has them.
+        """Fetch the blocks that follow a match from disk to host memory. Promote the blocks that
+        have arrived: load them into device blocks, where their checksums are verified before a
+        sequence may use them.
 
-        Promotions leave `reserved` device blocks free. Returns None if the sequence need not wait
-        for the disk, and otherwise how many tokens the device could compute while it loads the
-        promoted blocks. Blocks that lack the room to be promoted leave the match: the sequence
-        computes them."""
+        Promotions leave `reserved` device blocks free. If a block in the match cannot be promoted
+        for lack of a device block, the match is cut before it, and the sequence computes the rest.
+
+        Returns None if the sequence need not wait for the disk, and otherwise how many tokens the
+        device could compute while it loads the promoted blocks."""
         tiers = self.tiers
         if tiers is None or not self.may_match(seq):
             return None
@@ -127,8 +130,8 @@ class PrefixCache:
         return self.tiers.costs.tokens_in_load_time(num_blocks) if self.tiers is not None else 0
 
     def attach(self, seq: Sequence, match: Match, plan: Plan) -> None:
-        """Start a sequence with a match. From now on it computes the rest of its text, and other
-        sequences may wait for that."""
+        """Give a sequence the blocks of its match, and list the contents of the other blocks as
+        being computed, so that other sequences may wait for them."""
         # References are taken before any allocation, so that nothing matched is evicted.
         seq.block_table = [self.pool.acquire(block) if block else 0 for block in match.blocks]
         events = self.pool.events
@@ -149,7 +152,7 @@ class PrefixCache:
             self.computing.setdefault(content_hash, seq.id)
 
     def stop_computing(self, seq: Sequence) -> None:
-        """Forget what a sequence computes: it was preempted or has ended before publishing it."""
+        """Remove the contents that a preempted or ended sequence has not published."""
         for content_hash in seq.block_hashes[seq.published_blocks :]:
             if self.computing.get(content_hash) == seq.id:
                 del self.computing[content_hash]
@@ -159,7 +162,7 @@ class PrefixCache:
     def publish(self, seq: Sequence) -> None:
         """Publish newly full, committed blocks.
 
-        It visits only the new blocks: a walk from zero costs 2 ms a step at 256 sequences."""
+        Only the new blocks are visited: visiting all blocks of 256 sequences takes 2 ms a step."""
         num_full = seq.computed // self.block_size
         self.extend_hashes(seq, num_full)
         hashes = seq.block_hashes

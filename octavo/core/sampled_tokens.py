@@ -24,11 +24,11 @@ def advance_guide(guide: Guide, token: int, ended: bool) -> None:
         guide.accept(token)
 
 
-def is_usual_token(seq: Sequence, token: int) -> bool:
-    """Return whether a token of a step without logprobs needs only to be appended: it is not the
-    first one of its sequence, does not end it, and no guide or repetition check reads it. (A step
-    with beams has logprobs.) Most tokens are like that, and a path of their own takes a tenth off
-    the time of Scheduler.commit()."""
+def only_appends(seq: Sequence, token: int) -> bool:
+    """Return whether a token of a step without logprobs only needs to be appended: it is not the
+    first token of its sequence, does not end the sequence, and no guide or repetition check reads
+    it. Beams are excluded, because their steps have logprobs. This covers most tokens, and the
+    short path makes Scheduler.commit() a tenth faster."""
     return (
         token not in seq.stop_ids
         and len(seq.tokens) + 1 < seq.position_limit

@@ -11,7 +11,7 @@ for short prompts that would otherwise wait for a long one. Several plans may be
 plan() looks at `planned` (where a sequence will be after them) and commit() advances `computed`
 (where it is).
 
-This file is the loop: admit, plan, commit, preempt, finish. It relies on
+This file admits, plans, commits, preempts and finishes sequences. It relies on
 
     request_checks  a request becomes a sequence     queues      sequences in rank order, slots
     step_shape      budget, pauses and victims       forks       forks and beams of a request
@@ -48,7 +48,7 @@ from octavo.core.prompt_results import add_states, pooled_output, store_prompt_l
 from octavo.core.queues import Queues, by_rank
 from octavo.core.repetition import REPETITION_DETECTED, is_repeating
 from octavo.core.request_checks import new_sequence
-from octavo.core.sampled_tokens import advance_guide, is_usual_token, may_stop
+from octavo.core.sampled_tokens import advance_guide, may_stop, only_appends
 from octavo.core.scheduler_reports import SchedulerReports
 from octavo.core.slot_fills import fill_slot
 from octavo.core.speculation import Speculation, StepDrafts, allowed_drafts, drafts_before_stop
@@ -72,18 +72,19 @@ from octavo.types import (
 
 
 @dataclass(slots=True)
-class StepFill:
-    """A plan being filled."""
+class PlanBuilder:
+    """A plan under construction, and the token budget that it has not used yet."""
 
     plan: Plan
     shape: StepShape
     tokens_left: int
-    # A sequence was preempted for lack of a block. Nothing is admitted, or the victim might return.
-    preempted: bool = False
-    blocked: bool = False  # a sequence lacked blocks, so none behind it is admitted
+    preempted: bool = False  # a sequence was preempted for lack of a block
+    blocked: bool = False  # a sequence waits for blocks or, without chunked prefill, for tokens
 
     @property
-    def closed(self) -> bool:
+    def admission_closed(self) -> bool:
+        """True if the plan admits no further sequence: blocks are short, and a victim of this plan
+        must not return in it."""
         return self.preempted or self.blocked
 
 
@@ -128,7 +129,8 @@ class Scheduler:
             self.events.subscribe(self.speculation.learn, StepLanded)
         self.arrivals = 0
         self.token_budget = schedule.max_num_batched_tokens  # budget of the latest plan
-        # Sequences wait for slots, blocks or a batch to form, and not only for the next step.
+        # True if waiting sequences lack batch slots or blocks, or wait for a request batch. A
+        # sequence that only waits for the next step does not count.
         self.saturated = False
         self.counters = Counters()
         # Short names for parts of the objects above. They are never replaced.
@@ -182,8 +184,8 @@ class Scheduler:
         error: str | None = None,
         code: str | None = None,
     ) -> list[Output]:
-        """End what is left of a request at once. Returns its terminal outputs; an unknown id has
-        none."""
+        """End the live sequences of a request at once. Returns their last outputs, or none if the
+        request is not live."""
         group = list(self.sequences_by_request.get(request_id, ()))
         outputs = [
             Output(
@@ -202,8 +204,8 @@ class Scheduler:
         return outputs
 
     def stop(self, request_id: str, index: int) -> None:
-        """End one sequence, without an output. The caller has found that its text is complete: it
-        contains a stop string or a complete tool call."""
+        """End one sequence, without an output. The caller has found a stop string or a complete
+        tool call in its text."""
         for seq in list(self.sequences_by_request.get(request_id, ())):
             if seq.index == index:
                 self._finish(seq, "stop")
@@ -273,7 +275,7 @@ class Scheduler:
         self.shaper.form_batch(self.sequences_by_request, self.clock)
         self.groups.fork_prompts()
         if not self.cache.keeps_kv:
-            self._forget_kv()
+            self._discard_kv()
         shape = self.shaper.shape(self.counters.plans)
         self.token_budget = shape.token_budget
         for victim, beneficiary in shape.victims:
@@ -281,15 +283,15 @@ class Scheduler:
         self.reports.begin_plan(shape)
         plan = Plan(self.counters.plans)
         self.groups.fill_stale_slots(plan)
-        fill = StepFill(plan, shape, shape.token_budget)
-        self._plan_decoding(fill)
-        self._admit_short_prompts(fill)
-        self._plan_prompts(fill)
+        builder = PlanBuilder(plan, shape, shape.token_budget)
+        self._plan_decoding(builder)
+        self._admit_short_prompts(builder)
+        self._plan_prompts(builder)
         if self.speculation is not None:
-            self.speculation.follow(plan, self.live)
-        self.reports.first_untried(shape, fill.preempted, fill.blocked)
+            self.speculation.choose_draft_extend(plan, self.live)
+        self.reports.not_tried(shape, builder.preempted, builder.blocked)
         forms_batches = self.shaper.batches.form_batch is not None
-        lacks_room = fill.closed or not self.queues.free_slots
+        lacks_room = builder.admission_closed or not self.queues.free_slots
         self.saturated = bool(self.waiting) and (lacks_room or forms_batches)
         self.shaper.after_plan(plan, shape)
         self.prefix.demote(plan)
@@ -297,34 +299,33 @@ class Scheduler:
         self.counters.copies += len(plan.copies)
         return plan
 
-    def _forget_kv(self) -> None:
-        """Let each decoding sequence compute all of its tokens again. Its batch slot and its blocks
-        stay, and the next steps overwrite them."""
+    def _discard_kv(self) -> None:
+        """With `kv_cache=False`, which exists for comparisons, let each decoding sequence compute
+        all of its tokens again. The sequence keeps its batch slot and its blocks."""
         for seq in list(self.decoding):
             if seq.planned < len(seq.tokens):  # not a beam that waits for its siblings
-                self.reports.forgot_kv(seq)
+                self.reports.discarded_kv(seq)
                 self.counters.recomputed_tokens += seq.computed
                 seq.computed = 0
                 seq.planned = 0
                 self.queues.move_back_to_prefill(seq)
-                self.groups.stale_slots[seq.id] = seq  # the device learns that it starts again
+                self.groups.stale_slots[seq.id] = seq  # resets the slot on the device
 
-    def _plan_decoding(self, fill: StepFill) -> None:
-        """Plan one token for every decoding sequence, in rank order, and drafts behind it if there
-        are any.
+    def _plan_decoding(self, builder: PlanBuilder) -> None:
+        """Plan one token, and drafts if there are any, for every decoding sequence in rank order.
 
-        Most sequences own the block they write to, so there is nothing to decide. A guided sequence
-        or a beam waits until the host has decided its last token, and so does a sequence for which
-        the host drafts."""
-        plan = fill.plan
+        Most sequences own the block of their next position and need no allocation. A guided
+        sequence, a beam, or a sequence for which the host drafts waits until its last token is
+        committed."""
+        plan = builder.plan
         items = plan.items
-        skip = fill.shape.skip_decode
+        skip = builder.shape.skip_decode
         block_size = self.pool.block_size
         ref_counts = self.pool.ref_counts
         max_positions = self.max_kv_positions
         needs_attention = self.cache.kv_eviction == "heavy"
         decoding = self.decoding
-        drafts = self._begin_drafts(fill)
+        drafts = self._begin_drafts(builder)
         waits_to_draft = drafts is not None and drafts.waits_for_tokens
         num_drafts = 0
         # A preemption below removes sequences behind this one, which the loop then does not reach.
@@ -337,12 +338,12 @@ class Scheduler:
                 seq.guide is not None or seq.beam is not None or waits_to_draft
             ):
                 continue
-            # A block leaves a full bounded KV only after every step that writes to it.
+            # Bounded KV drops a block only while no step in flight writes to the sequence.
             if position >= max_positions and seq.steps_in_flight:
                 continue
             block = position // block_size
             if block >= len(seq.block_table) or ref_counts[seq.block_table[block]] > 1:
-                if not self._reserve_or_preempt(seq, next_index, fill):
+                if not self._reserve_or_preempt(seq, next_index, builder):
                     break
                 position = seq.planned
             if seq.guide is not None:
@@ -361,11 +362,11 @@ class Scheduler:
                 seq.id, seq.epoch, seq.slot, None, count, True, end, None, wants_mass, num_drafts
             )
             items.append(item)
-        fill.tokens_left -= len(items)
+        builder.tokens_left -= len(items)
 
-    def _begin_drafts(self, fill: StepFill) -> StepDrafts | None:
-        """Return what chooses the drafts of this step, or None if it verifies none. A step that may
-        compute prompts verifies none, because prompts use the device better than drafts."""
+    def _begin_drafts(self, builder: PlanBuilder) -> StepDrafts | None:
+        """Return the chooser of this step's drafts, or None if the step verifies none. A step that
+        may compute prompts verifies none, because prompts use the device better than drafts."""
         if self.speculation is None or not self.decoding:
             return None
         if self.prefilling or (self.waiting and self.queues.free_slots):
@@ -373,8 +374,8 @@ class Scheduler:
         return self.speculation.begin_step(len(self.decoding), self.shaper.token_cap.limit)
 
     def _plan_drafts(self, seq: Sequence, drafts: StepDrafts, plan: Plan) -> int:
-        """Choose drafts to be verified behind the next token of a sequence, and reserve the blocks
-        that their positions need. Drafts preempt no sequence. Returns how many."""
+        """Choose the drafts that the step verifies after a sequence's next token, and reserve
+        blocks for them. No sequence is preempted for drafts. Returns the number of drafts."""
         item = len(plan.items)
         # The step computes the next token and the drafts. The last token is never computed.
         room = seq.position_limit - seq.planned - 2
@@ -398,29 +399,29 @@ class Scheduler:
         seq.drafts_in_flight += count
         return count
 
-    def _reserve_or_preempt(self, seq: Sequence, next_index: int, fill: StepFill) -> bool:
-        """Reserve a block for a decoding sequence, preempting others for it. Returns False if the
-        sequence was preempted itself, because no sequence after it is left."""
-        while not self._reserve(seq, 1, fill.plan):
+    def _reserve_or_preempt(self, seq: Sequence, next_index: int, builder: PlanBuilder) -> bool:
+        """Reserve a block for a decoding sequence, preempting others for it. Returns False if there
+        was no other candidate, so the sequence was preempted itself."""
+        while not self._reserve(seq, 1, builder.plan):
             # Plans are never edited, so a sequence that is in this plan is not a candidate.
             candidates = self.decoding[next_index:]
             candidates += [other for other in self.prefilling if other.rank > seq.rank]
             victim = self.policy.victim(candidates) if candidates else seq
             self._preempt(victim, reasons.NO_FREE_BLOCK, beneficiary=seq)
-            fill.preempted = True
+            builder.preempted = True
             if victim is seq:
                 return False
         return True
 
-    def _admit_short_prompts(self, fill: StepFill) -> None:
+    def _admit_short_prompts(self, builder: PlanBuilder) -> None:
         """Admit short prompts before long ones that are being computed, if they fit whole into a
         share of the step and the long ones do not need the memory."""
-        shape = fill.shape
-        share = min(int(fill.tokens_left * shape.short_prompt_share), fill.tokens_left - 1)
+        shape = builder.shape
+        share = min(int(builder.tokens_left * shape.short_prompt_share), builder.tokens_left - 1)
         if not self.waiting or share < 1:
             return
         unplanned = [len(seq.tokens) - seq.planned for seq in self.prefilling]
-        if sum(unplanned) <= fill.tokens_left - share:
+        if sum(unplanned) <= builder.tokens_left - share:
             return  # everything fits
         num_blocks = sum(-(-num_tokens // self.pool.block_size) for num_tokens in unplanned)
         # A prompt takes at most one block per token that it computes, so the short prompts take at
@@ -428,61 +429,65 @@ class Scheduler:
         if len(self.pool.free_blocks) - num_blocks < share + len(self.decoding):
             return
         awaited: set[bytes] = set()
-        for seq in self._admissible(fill):
+        for seq in self._admissible(builder):
             if share <= 0:
                 break
             if not seq.pending_forks and len(seq.tokens) <= share:
-                used = self._try_admit(seq, share, fill, awaited)
+                used = self._try_admit(seq, share, builder, awaited)
                 share -= used
-                fill.tokens_left -= used
+                builder.tokens_left -= used
 
-    def _plan_prompts(self, fill: StepFill) -> None:
+    def _plan_prompts(self, builder: PlanBuilder) -> None:
         """Plan chunks of prompts that have started and admit waiting ones, merged in rank order."""
         awaited: set[bytes] = set()
-        for seq in merge(list(self.prefilling), self._admissible(fill), key=by_rank):
-            if fill.tokens_left <= 0:
+        for seq in merge(list(self.prefilling), self._admissible(builder), key=by_rank):
+            if builder.tokens_left <= 0:
                 break
             if seq.status is Status.WAITING:
-                if not fill.closed and self.queues.free_slots:
-                    fill.tokens_left -= self._try_admit(seq, fill.tokens_left, fill, awaited)
-            elif seq.id not in fill.shape.paused and not self._plan_chunk(seq, fill):
+                if not builder.admission_closed and self.queues.free_slots:
+                    builder.tokens_left -= self._try_admit(
+                        seq, builder.tokens_left, builder, awaited
+                    )
+            elif seq.id not in builder.shape.paused and not self._plan_chunk(seq, builder):
                 break
 
-    def _admissible(self, fill: StepFill) -> Iterator[Sequence]:
+    def _admissible(self, builder: PlanBuilder) -> Iterator[Sequence]:
         """Yield waiting sequences in rank order, until no more may be admitted."""
         for seq in list(self.waiting) if self.queues.free_slots else ():
-            if fill.closed or not self.queues.free_slots or seq.rank >= fill.shape.admit_before:
+            if builder.admission_closed or not self.queues.free_slots:
+                return
+            if seq.rank >= builder.shape.admit_before:
                 return
             yield seq
 
-    def _plan_chunk(self, seq: Sequence, fill: StepFill) -> bool:
+    def _plan_chunk(self, seq: Sequence, builder: PlanBuilder) -> bool:
         """Plan the next chunk of a prompt that has started. Returns False, so that no prompt after
         it is planned, if it must wait: for blocks of sequences that rank before it or, without
         chunked prefill, for a step that has room for the whole prompt."""
         wanted = tokens_to_prefill(seq, seq.planned)
         if wanted <= 0:
             return True
-        num_tokens = self._chunk_size(wanted, fill.tokens_left, fill)
+        num_tokens = self._chunk_size(wanted, builder.tokens_left, builder)
         if num_tokens == 0:
-            fill.blocked = True
+            builder.blocked = True
             return False
-        while not self._reserve(seq, num_tokens, fill.plan):
+        while not self._reserve(seq, num_tokens, builder.plan):
             candidates = self.prefilling[self.prefilling.index(seq) + 1 :]
             if not candidates:
-                fill.blocked = True
+                builder.blocked = True
                 self.reports.lacks_blocks(seq, num_tokens)
                 return False
             self._preempt(self.policy.victim(candidates), reasons.NO_FREE_BLOCK, beneficiary=seq)
-            fill.preempted = True
-        self._schedule_chunk(seq, num_tokens, fill.plan)
-        fill.tokens_left -= num_tokens
+            builder.preempted = True
+        self._schedule_chunk(seq, num_tokens, builder.plan)
+        builder.tokens_left -= num_tokens
         return True
 
-    def _chunk_size(self, wanted: int, token_budget: int, fill: StepFill) -> int:
+    def _chunk_size(self, wanted: int, token_budget: int, builder: PlanBuilder) -> int:
         """Return how many of the `wanted` tokens of a prompt this step computes. Without chunked
         prefill, a prompt waits for a step that has room for all of it. Only a step with nothing
         else computes a part, because a longer prompt would otherwise wait for ever."""
-        if wanted <= token_budget or self.schedule.chunked_prefill or not fill.plan.items:
+        if wanted <= token_budget or self.schedule.chunked_prefill or not builder.plan.items:
             return min(wanted, token_budget)
         return 0
 
@@ -524,7 +529,7 @@ class Scheduler:
     # ---- admission -------------------------------------------------------------------------------
 
     def _try_admit(
-        self, seq: Sequence, token_budget: int, fill: StepFill, awaited: set[bytes]
+        self, seq: Sequence, token_budget: int, builder: PlanBuilder, awaited: set[bytes]
     ) -> int:
         """Admit a waiting sequence if it is admissible and there is room. Returns the tokens used.
 
@@ -538,37 +543,37 @@ class Scheduler:
         if awaited and self.pool.block_size < len(seq.tokens):
             self.prefix.extend_hashes(seq, 1)
         if seq.block_hashes and seq.block_hashes[0] in awaited:
-            self.reports.leave_waiting(seq, reasons.SHARED_PREFIX)
+            self.reports.not_admitted(seq, reasons.SHARED_PREFIX)
             return 0
         match = self.prefix.match(seq)
         if match is None:
             awaited.add(seq.block_hashes[0])
-            self.reports.leave_waiting(seq, reasons.SHARED_PREFIX)
+            self.reports.not_admitted(seq, reasons.SHARED_PREFIX)
             return 0
         # Promotions leave a free block for the next token of each running sequence.
         num_running = self.schedule.max_num_seqs - len(self.queues.free_slots)
-        load_cost = self.prefix.fetch_and_promote(seq, match, fill.plan, reserved=num_running)
+        load_cost = self.prefix.fetch_and_promote(seq, match, builder.plan, reserved=num_running)
         if load_cost is not None:
-            self.reports.leave_waiting(seq, reasons.DISK_READ)
+            self.reports.not_admitted(seq, reasons.DISK_READ)
             return load_cost
-        return self._admit(seq, match, token_budget, fill)
+        return self._admit(seq, match, token_budget, builder)
 
-    def _admit(self, seq: Sequence, match: Match, token_budget: int, fill: StepFill) -> int:
+    def _admit(self, seq: Sequence, match: Match, token_budget: int, builder: PlanBuilder) -> int:
         """Give a sequence a slot, its cached blocks, blocks to load into and blocks for its first
         chunk. Returns the tokens used: a load counts as many tokens as could be computed in its
         time. It returns 0, and admits no sequence, if there are too few blocks."""
-        plan = fill.plan
+        plan = builder.plan
         num_cached = len(match.blocks) * self.pool.block_size
         wanted = tokens_to_prefill(seq, num_cached)
-        num_tokens = self._chunk_size(wanted, token_budget, fill)
+        num_tokens = self._chunk_size(wanted, token_budget, builder)
         # The last token that a sequence may grow to is sampled and never computed.
         num_positions = seq.position_limit - 1 - num_cached if self.cache.contiguous else num_tokens
         lacks_tokens = wanted > 0 and num_tokens == 0
         needed_blocks = blocks_to_admit(self.pool, match.blocks, num_positions)
         if lacks_tokens or needed_blocks > len(self.pool.free_blocks):
-            fill.blocked = True
+            builder.blocked = True
             reason = reasons.NO_TOKENS_LEFT if lacks_tokens else reasons.NOT_ENOUGH_BLOCKS
-            self.reports.leave_waiting(seq, reason, 0 if lacks_tokens else needed_blocks)
+            self.reports.not_admitted(seq, reason, 0 if lacks_tokens else needed_blocks)
             return 0
         self.queues.start_prefill(seq)
         self.reports.admitted(seq, match)
@@ -620,7 +625,7 @@ class Scheduler:
                 self.prefix.publish(seq)
             if num_drafts:
                 self._commit_drafts(seq, num_drafts, len(tokens) - 1, index in plan.drafts)
-            if tokens and is_plain_step and is_usual_token(seq, tokens[0]):
+            if tokens and is_plain_step and only_appends(seq, tokens[0]):
                 seq.tokens.append(tokens[0])
                 outputs.append(Output(seq.request.id, seq.index, tokens))
                 generated_tokens += 1
@@ -666,22 +671,23 @@ class Scheduler:
         logprobs: list[TokenLogprobs] | None,
         outputs: list[Output],
     ) -> int:
-        """Append sampled tokens to a sequence and to `outputs`, and end it if one of them does.
-        Returns how many were generated."""
+        """Append sampled tokens to a sequence and to `outputs`, and end the sequence if one of them
+        does. `tokens` are the accepted drafts and the token sampled after them. Returns how many
+        were kept."""
         if seq.beam is not None:
             assert logprobs is not None
             outputs += self.groups.report_beam(seq, logprobs[0], self.eos_ids, self._finish)
             return 1
-        known = seq.tokens
+        all_tokens = seq.tokens
         reason: str | None = None
         repeating = False
         num_kept = 0
         for token in tokens:
             num_kept += 1
-            known.append(token)
+            all_tokens.append(token)
             if token in seq.stop_ids and may_stop(seq):
                 reason = "stop"
-            elif len(known) >= seq.position_limit:
+            elif len(all_tokens) >= seq.position_limit:
                 reason = "length"
             elif seq.repetition is not None and is_repeating(seq):
                 repeating = True

@@ -1,11 +1,11 @@
-"""Reports as events what the scheduler has decided, and why.
+"""Emits events that say what the scheduler has decided, and why.
 
-    Admitted      and why no more of the prompt was cached
-    NotAdmitted   for each sequence that a plan tried and left waiting, and the first it did not try
-    NotPlanned    for each running sequence that computes nothing in a step
+    Admitted      a sequence is admitted; the reason why no more of its prompt was cached
+    NotAdmitted   a plan tried a waiting sequence in vain, or the first one that it did not try
+    NotPlanned    a running sequence computes nothing in a step
     others        arrivals, refusals, preemptions, ends, and blocks that are released
 
-This module decides nothing.
+Each method reports. No method changes the scheduler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo.events import (
     EventLog,
     Failed,
     Finished,
-    KVForgotten,
+    KVDiscarded,
     NotAdmitted,
     NotPlanned,
     Preempted,
@@ -36,7 +36,7 @@ class SchedulerReports:
         self.queues = queues
         self.prefix = prefix
         self.shaper = shaper
-        self.left_waiting: set[int] = set()  # Sequence.id that NotAdmitted has named in this plan
+        self.not_admitted_ids: set[int] = set()  # sequences with a NotAdmitted event in this plan
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -63,15 +63,15 @@ class SchedulerReports:
         if blocks and BlocksReleased in self.events.listeners:
             self.events.emit(BlocksReleased(seq, blocks))
 
-    def forgot_kv(self, seq: Sequence) -> None:
-        if KVForgotten in self.events.listeners:
-            self.events.emit(KVForgotten(seq))
+    def discarded_kv(self, seq: Sequence) -> None:
+        if KVDiscarded in self.events.listeners:
+            self.events.emit(KVDiscarded(seq))
 
     # ---- plans -----------------------------------------------------------------------------------
 
     def begin_plan(self, shape: StepShape) -> None:
         """Report the running sequences that the step leaves out for an urgent prompt."""
-        self.left_waiting.clear()
+        self.not_admitted_ids.clear()
         if not shape.skip_decode or NotPlanned not in self.events.listeners:
             return
         for seq in self.queues.running:
@@ -80,28 +80,28 @@ class SchedulerReports:
             elif seq.id in shape.skip_decode:
                 self.events.emit(NotPlanned(seq, reasons.SKIPS_STEP, needed_blocks=0))
 
-    def leave_waiting(self, seq: Sequence, reason: str, needed_blocks: int = 0) -> None:
+    def not_admitted(self, seq: Sequence, reason: str, needed_blocks: int = 0) -> None:
         """Report that this plan does not admit a sequence, once per plan."""
-        if NotAdmitted in self.events.listeners and seq.id not in self.left_waiting:
-            self.left_waiting.add(seq.id)
+        if NotAdmitted in self.events.listeners and seq.id not in self.not_admitted_ids:
+            self.not_admitted_ids.add(seq.id)
             computing = self._computed_by(seq) if reason == reasons.SHARED_PREFIX else 0
             self.events.emit(NotAdmitted(seq, reason, needed_blocks, computing))
 
     def not_ready(self, seq: Sequence) -> None:
-        """Report a sequence that may not be admitted, whatever room there is."""
+        """Report a sequence that must wait although there may be room for it."""
         if self.prefix.waits_for_disk(seq):
             reason = reasons.DISK_READ
         elif self.shaper.batches.may_admit(seq):
             reason = reasons.OTHER_BEAMS
         else:
             reason = reasons.BATCH_FORMING
-        self.leave_waiting(seq, reason)
+        self.not_admitted(seq, reason)
 
-    def first_untried(self, shape: StepShape, preempted: bool, blocked: bool) -> None:
+    def not_tried(self, shape: StepShape, preempted: bool, blocked: bool) -> None:
         """Report the first sequence that this plan did not try to admit, and the reason."""
         if NotAdmitted not in self.events.listeners:
             return
-        untried = (seq for seq in self.queues.waiting if seq.id not in self.left_waiting)
+        untried = (seq for seq in self.queues.waiting if seq.id not in self.not_admitted_ids)
         seq = next(untried, None)
         if seq is None:
             return
@@ -115,7 +115,7 @@ class SchedulerReports:
             reason = reasons.AFTER_URGENT
         else:
             reason = reasons.NO_TOKENS_LEFT
-        self.leave_waiting(seq, reason)
+        self.not_admitted(seq, reason)
 
     def lacks_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Report a prompt whose next chunk has to wait for blocks."""

@@ -1,7 +1,6 @@
-"""What a batch slot of the device is filled with: the description of one sequence.
+"""Builds a SlotFill: the description of one sequence that is written to its batch slot.
 
-This module knows one sequence and decides nothing. The scheduler and forks.py decide when a slot is
-filled; octavo/runner/batch_slots.py writes it.
+The scheduler and forks.py decide when a slot is filled, and octavo/runner/batch_slots.py writes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Speculative decoding guesses the next tokens of a sequence cheaply, and verifies several at once.
 
-A step that computes one token of a sequence reads all weights of the model. Computing a few more
-tokens beside it costs little, as long as the memory and not the arithmetic is the limit.
+A decode step reads all weights of the model to compute one token per sequence. While memory
+bandwidth is the limit, a few more tokens per sequence cost little.
 
     tokens known       the quick brown
     drafts                             fox  jumps  over        guessed by a drafter
@@ -10,19 +10,20 @@ tokens beside it costs little, as long as the memory and not the arithmetic is t
 
 The model samples at every position with its own parameters and its own noise, which depends on seed
 and position alone. A kept token is therefore the token that decoding without drafts would have
-given: drafts change the speed and nothing else. Positions of rejected drafts are computed again by
-the next step: the sequence does not advance over them.
+given: drafts change the speed and nothing else. The sequence does not advance over rejected drafts,
+and the next step computes their positions again.
 
     plan     a decoding sequence gets 1 + k positions; `planned` counts all of them
     commit   `computed` advances by the tokens kept, and `planned` and the block table shrink
 
-How many drafts are verified follows from measured step times and from how many drafts were accepted
-so far.
+The number of drafts follows from measured step times and from the fraction of earlier drafts that
+were accepted.
 
-A drafter on the device follows steps to be able to draft later: it computes its own KV of the
-tokens. That costs time too. A step is not followed if its sequences are too many for drafts to pay,
-if the last steps had no drafts, if it computes a long prompt, or if it computes a prompt for a
-short reply. The device does not draft for its sequences from then on.
+A drafter on the device has its own KV. In each step it computes the KV of the step's tokens, to be
+able to draft later (`draft_extend`, as in SGLang). This costs time. A step skips it if the step has
+so many sequences that drafts do not pay, if the last steps had no drafts, or if the step computes a
+long prompt or the prompt of a short reply. The device then no longer drafts for the sequences of
+that step.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ FIRST_ACCEPTANCE = 0.6  # the acceptance that is assumed before it is measured
 SEQUENCE_WEIGHT = 0.1  # the weight of one draft in the running mean of its sequence
 GLOBAL_WEIGHT = 0.01  # the weight of one draft in the running mean of all sequences
 RETRY_WEIGHT = 0.01  # how fast a sequence without drafts returns to the mean of all
-# The drafter on the device follows a step with prompts only if it has at most this many prompt
-# tokens, and if each of its sequences may generate at least this many tokens.
-MAX_FOLLOWED_PROMPT = 256
-MIN_FOLLOWED_REPLY = 32
-MAX_UNUSED_STEPS = 8  # how many steps in a row are followed without drafts of the device
-MIN_FOLLOW_GAIN = 1.2  # steps are followed only if drafts should make decoding this much faster
-MIN_GAIN = 1.05  # the device drafts in a step only if this should make it this much faster
-MAX_GROWTH = 2.0  # A longer time than this multiple of the mean counts as this multiple.
-MAX_DRAFTED_STEPS = 32  # after so many steps with drafts in a row, one without drafts is measured
+# A step with prompts has a draft extend only if the step has at most MAX_EXTENDED_PROMPT prompt
+# tokens, and each of their sequences may generate at least MIN_EXTENDED_REPLY tokens.
+MAX_EXTENDED_PROMPT = 256
+MIN_EXTENDED_REPLY = 32
+# The number of steps in a row that have a draft extend although the device does not draft.
+MAX_UNDRAFTED_EXTENDS = 8
+MIN_EXTEND_GAIN = 1.2  # the expected speed-up by drafts below which steps have no draft extend
+MIN_GAIN = 1.05  # the expected speed-up of a step below which the device does not draft in it
+MAX_GROWTH = 2.0  # a longer time than this multiple of the mean counts as this multiple
+MAX_DRAFTED_STEPS = 32  # after this many steps with drafts in a row, one without drafts is measured
 
 
 @dataclass(slots=True)
@@ -73,22 +75,23 @@ class Speculation:
         self.costs = StepCosts()
         self.acceptance = FIRST_ACCEPTANCE
         self.lookup_acceptance = FIRST_ACCEPTANCE
-        self.unused_steps = 0  # steps followed in a row without drafts of the device
+        self.undrafted_extends = 0  # steps in a row with a draft extend and no drafts of the device
         self.drafted_steps = 0  # decode steps with drafts in a row
         self.counters = DraftCounters([0] * config.num_tokens)
 
     @property
     def waits_for_tokens(self) -> bool:
-        """True if only the host drafts: a sequence then waits until the host knows all its tokens.
-        If the device drafts too, the host drafts only for sequences whose tokens it knows."""
+        """True if only the host drafts: a sequence then waits until all of its tokens are
+        committed. If the device drafts too, the host drafts only for sequences without a token in
+        flight."""
         return not self.drafts_on_device
 
     @contextmanager
     def fixed(self, num_drafts: int) -> Iterator[None]:
-        """Verify this many drafts of every sequence, or as many as there is room for, and count
-        none of them. Measurements use it."""
-        kept = (self.max_drafts, self.adaptive, self.acceptance, self.counters)
-        kept_drafter = self.drafter
+        """For measurements: verify this many drafts of every sequence, or as many as have room, and
+        do not count them."""
+        saved = (self.max_drafts, self.adaptive, self.acceptance, self.counters)
+        saved_drafter = self.drafter
         if self.drafts_on_device:
             self.drafter = None
         self.max_drafts = num_drafts
@@ -97,14 +100,14 @@ class Speculation:
         try:
             yield
         finally:
-            self.max_drafts, self.adaptive, self.acceptance, self.counters = kept
-            self.drafter = kept_drafter
+            self.max_drafts, self.adaptive, self.acceptance, self.counters = saved
+            self.drafter = saved_drafter
 
     def begin_step(self, num_decoding: int, max_rows: int) -> StepDrafts:
         return StepDrafts(self, num_decoding, max_rows)
 
     def learn(self, event: Event) -> None:
-        """Learn from a landed step what drafts cost. This decides how many are verified."""
+        """Record the time of a landed step. The number of drafts depends on these times."""
         assert isinstance(event, StepLanded)
         plan = event.plan
         if any(item.start is not None for item in plan.items) or not plan.items:
@@ -116,44 +119,44 @@ class Speculation:
         self.drafted_steps = self.drafted_steps + 1 if plan.num_drafts else 0
         self.costs.observe(plan.num_tokens, event.seconds, passes)
 
-    def follow(self, plan: Plan, sequences: Mapping[int, Sequence]) -> None:
-        """Decide whether the drafter on the device follows a step that is planned."""
+    def choose_draft_extend(self, plan: Plan, sequences: Mapping[int, Sequence]) -> None:
+        """Decide whether a planned step has a draft extend."""
         if not self.drafts_on_device:
             return
         if self.max_drafts == 0:
-            plan.followed = False
+            plan.draft_extend = False
         if not self.adaptive:
             return
         planned = [sequences[item.seq_id] for item in plan.items]
-        plan.followed = (
-            any(seq.followed for seq in planned)
-            and self._follows_prompts(plan, planned)
-            and self._may_pay(len(planned))
-            and self._is_used(plan)
+        plan.draft_extend = (
+            any(seq.drafter_has_kv for seq in planned)
+            and self._extends_prompts(plan, planned)
+            and self._drafts_may_pay(len(planned))
+            and self._drafted_lately(plan)
         )
-        if not plan.followed:
-            self.unused_steps = 0
+        if not plan.draft_extend:
+            self.undrafted_extends = 0
             for seq in planned:
-                seq.followed = False
+                seq.drafter_has_kv = False
 
-    def _is_used(self, plan: Plan) -> bool:
+    def _drafted_lately(self, plan: Plan) -> bool:
         """Return whether the device has drafted in one of the last steps."""
         has_drafts = plan.num_drafts > sum(map(len, plan.drafts.values()))
         has_prompts = any(item.start is not None for item in plan.items)
-        self.unused_steps = 0 if has_drafts or has_prompts else self.unused_steps + 1
-        return self.unused_steps <= MAX_UNUSED_STEPS
+        self.undrafted_extends = 0 if has_drafts or has_prompts else self.undrafted_extends + 1
+        return self.undrafted_extends <= MAX_UNDRAFTED_EXTENDS
 
-    def _follows_prompts(self, plan: Plan, planned: list[Sequence]) -> bool:
+    def _extends_prompts(self, plan: Plan, planned: list[Sequence]) -> bool:
         num_prompt_tokens = 0
         for item, seq in zip(plan.items, planned, strict=True):
             if item.start is None:
                 continue
             num_prompt_tokens += item.num_tokens
-            if seq.position_limit - len(seq.tokens) < MIN_FOLLOWED_REPLY:
+            if seq.position_limit - len(seq.tokens) < MIN_EXTENDED_REPLY:
                 return False
-        return num_prompt_tokens <= MAX_FOLLOWED_PROMPT
+        return num_prompt_tokens <= MAX_EXTENDED_PROMPT
 
-    def _may_pay(self, num_sequences: int) -> bool:
+    def _drafts_may_pay(self, num_sequences: int) -> bool:
         """Return whether drafts for this many sequences are expected to pay."""
         costs = self.costs
         plain_seconds = costs.seconds(num_sequences)
@@ -164,7 +167,7 @@ class Speculation:
             expected += chance
             passes = Passes(count, num_sequences)
             seconds = costs.seconds((1 + count) * num_sequences, passes)
-            if expected * plain_seconds > MIN_FOLLOW_GAIN * seconds:
+            if expected * plain_seconds > MIN_EXTEND_GAIN * seconds:
                 return True
         costs.passes.forget()
         return False
@@ -172,7 +175,7 @@ class Speculation:
     def observe(
         self, seq: Sequence, num_drafts: int, num_accepted: int, by_host: bool = False
     ) -> None:
-        """Learn how many drafts of a sequence were accepted. `by_host`: they are in Plan.drafts."""
+        """Record how many drafts of a sequence were accepted. `by_host`: the host made them."""
         counters = self.counters
         counters.verifications += 1
         counters.drafted += num_drafts
@@ -200,10 +203,11 @@ class StepDrafts:
         self.max_rows = max_rows
         self.expected_tokens = float(num_decoding)  # how many tokens the step should give
         self.passes = NO_PASSES  # passes of the device's drafter
-        # expected_tokens with 0, 1, 2... drafts of the sequence of the last propose()
-        self._expected_with: list[float] = []
-        self._needs_passes = False  # The device makes these drafts.
-        # What drafts bring is known only if a step without drafts was measured not long ago.
+        # For the sequence of the last propose(): expected_tokens with 0, 1, 2... of its drafts, and
+        # whether the device makes them.
+        self._expected_by_count: list[float] = []
+        self._on_device = False
+        # The gain by drafts is known only if a step without drafts was measured recently.
         self._must_measure = self._lacks_baseline(num_decoding)
 
     def _lacks_baseline(self, num_decoding: int) -> bool:
@@ -214,33 +218,33 @@ class StepDrafts:
         return speculation.drafted_steps >= MAX_DRAFTED_STEPS or not steps.covers(num_decoding)
 
     def propose(self, seq: Sequence, room: int) -> tuple[array[int] | None, int]:
-        """Return drafts for a sequence and how many are worth verifying, at most `room`. The drafts
-        are None if only the device knows them."""
+        """Return the drafts of a sequence and the number that is worth verifying, at most `room`.
+        The drafts are None if the device makes them."""
         speculation = self.speculation
-        most = min(room, speculation.max_drafts, self.max_rows - self.rows)
-        self._expected_with = [self.expected_tokens]
-        self._needs_passes = False
-        if self._must_measure or most < 1:
+        max_count = min(room, speculation.max_drafts, self.max_rows - self.rows)
+        self._expected_by_count = [self.expected_tokens]
+        self._on_device = False
+        if self._must_measure or max_count < 1:
             return None, 0
         knows_tokens = self.waits_for_tokens or seq.planned < len(seq.tokens)
         if speculation.drafter is not None and knows_tokens:
-            drafts = self._find_in_text(seq, most)
+            drafts = self._find_in_text(seq, max_count)
             if drafts or not speculation.drafts_on_device:
                 return drafts, len(drafts)
-        # Drafts on the device are unknown to the host, so it cannot compute the masks after them.
-        if not speculation.drafts_on_device or seq.guide is not None or not seq.followed:
+        # The host cannot compute token masks after drafts of the device.
+        if not speculation.drafts_on_device or seq.guide is not None or not seq.drafter_has_kv:
             return None, 0
-        self._needs_passes = True
+        self._on_device = True
         if seq.draft_acceptance == 0.0:
             seq.draft_acceptance = speculation.acceptance
-        count = self._count_worthwhile(seq.draft_acceptance, most)
+        count = self._count_worthwhile(seq.draft_acceptance, max_count)
         if count == 0:
             missing = speculation.acceptance - seq.draft_acceptance
             seq.draft_acceptance += RETRY_WEIGHT * missing
         return None, count
 
-    def _find_in_text(self, seq: Sequence, most: int) -> array[int]:
-        """Return drafts of the drafter on the host."""
+    def _find_in_text(self, seq: Sequence, max_count: int) -> array[int]:
+        """Return drafts that the host finds in known text."""
         speculation = self.speculation
         assert speculation.drafter is not None
         if speculation.drafts_on_device:
@@ -249,7 +253,7 @@ class StepDrafts:
         else:
             mean = speculation.acceptance
             acceptance = seq.draft_acceptance or mean
-        count = self._count_worthwhile(acceptance, most)
+        count = self._count_worthwhile(acceptance, max_count)
         if count == 0:
             acceptance += RETRY_WEIGHT * (mean - acceptance)
         if speculation.drafts_on_device:
@@ -263,11 +267,11 @@ class StepDrafts:
         self.rows += count
         self.passes = self._passes_with(count)
         if self.speculation.adaptive:
-            self.expected_tokens = self._expected_with[count]
+            self.expected_tokens = self._expected_by_count[count]
 
     def _passes_with(self, count: int) -> Passes:
         """Return the passes of the step with `count` drafts of one more sequence."""
-        if not count or not self._needs_passes:
+        if not count or not self._on_device:
             return self.passes
         return Passes(max(self.passes.number, count), self.passes.num_sequences + 1)
 
@@ -278,16 +282,16 @@ class StepDrafts:
             return available
         costs = speculation.costs
         expected = self.expected_tokens
-        self._expected_with = [expected]
+        self._expected_by_count = [expected]
         best_count = 0
         best_rate = expected / costs.seconds(self.rows, self.passes)
-        if self._needs_passes:
+        if self._on_device:
             best_rate *= MIN_GAIN
         chance = 1.0
         for count in range(1, available + 1):
             chance *= acceptance
             expected += chance
-            self._expected_with.append(expected)
+            self._expected_by_count.append(expected)
             seconds = costs.seconds(self.rows + count, self._passes_with(count))
             rate = expected / seconds
             if rate > best_rate:
@@ -297,37 +301,36 @@ class StepDrafts:
 
 
 class Passes(NamedTuple):
-    """What the device's drafter does in a step."""
+    """The forward passes of the device's drafter in a step."""
 
-    number: int  # how many passes run one after another
-    num_sequences: int  # how many sequences it drafts for
+    number: int  # passes that run one after another
+    num_sequences: int  # sequences that it drafts for
 
 
 NO_PASSES = Passes(0, 0)
 
 
 class StepCosts:
-    """Seconds of a decode step by its number of rows (tokens computed), and of one pass of the
-    device's drafter by its number of sequences, measured. A pass includes its share of following
-    the step.
+    """Measured seconds of a decode step by its number of rows (tokens computed), and of one pass of
+    the device's drafter by its number of sequences. A pass includes its share of the draft extend.
 
-    Other programs slow a machine down for a while, and the warm-up may have met another while. So
-    the time of a step counts in relation to how much longer the last steps took than expected."""
+    Other programs may slow the machine down for some seconds. So the time of each step is divided
+    by `slowdown`: the ratio of measured to expected times of the last steps."""
 
-    MIN_PASS_SHARE = 0.005  # A pass counts as at least this share of its step, so it is never free.
+    MIN_PASS_SHARE = 0.005  # a pass counts as at least this fraction of the time of its step
     SLOWDOWN_WEIGHT = 0.2  # the weight of one step in the running mean of the slowdown
 
     def __init__(self) -> None:
         self.steps = CostTable()
         self.passes = CostTable()
-        self.slowdown = 1.0  # time of the last steps, as a multiple of what was expected
+        self.slowdown = 1.0  # running mean: measured / expected time of a step
 
     def record(self, num_rows: int, seconds: float, passes: Passes = NO_PASSES) -> None:
-        """Store a careful measurement, for which the machine did nothing else."""
+        """Store a measurement that was taken while the machine was otherwise idle."""
         if seconds <= 0.0:  # the clock is too coarse for the step
             return
         if passes.number:
-            self.passes.record(passes.num_sequences, self._of_pass(num_rows, seconds, passes))
+            self.passes.record(passes.num_sequences, self._pass_seconds(num_rows, seconds, passes))
         else:
             self.steps.record(num_rows, seconds)
 
@@ -340,18 +343,18 @@ class StepCosts:
             self.slowdown += self.SLOWDOWN_WEIGHT * (ratio - self.slowdown)
         usual_seconds = seconds / self.slowdown
         if passes.number:
-            pass_seconds = self._of_pass(num_rows, usual_seconds, passes)
+            pass_seconds = self._pass_seconds(num_rows, usual_seconds, passes)
             self.passes.observe(passes.num_sequences, pass_seconds)
         else:
             self.steps.observe(num_rows, usual_seconds)
 
-    def _of_pass(self, num_rows: int, seconds: float, passes: Passes) -> float:
+    def _pass_seconds(self, num_rows: int, seconds: float, passes: Passes) -> float:
         """Return the seconds of one pass in a step that took `seconds`."""
         least = self.MIN_PASS_SHARE * seconds
         return max((seconds - self.steps.estimate(num_rows)) / passes.number, least)
 
     def seconds(self, num_rows: int, passes: Passes = NO_PASSES) -> float:
-        """Estimate a step without the slowdown. Nothing measured: 1."""
+        """Return the expected seconds of a step without the slowdown, or 1 if none was measured."""
         seconds = self.steps.estimate(num_rows) or 1.0
         if passes.number:
             seconds += passes.number * self.passes.estimate(passes.num_sequences)
@@ -361,13 +364,12 @@ class StepCosts:
 class CostTable:
     """Measured seconds by a number of rows.
 
-    A size never counts as more expensive than a larger one: where the means fall, all sizes in
-    question get their common mean, weighted by the number of measurements (isotonic regression).
-    Otherwise a disturbance during the first step of a size would make it look expensive for ever,
-    because it would never be used again."""
+    The costs rise with the size: where the means fall, neighbouring sizes get their common mean,
+    weighted by the number of measurements (isotonic regression). Otherwise a size whose first step
+    was disturbed would seem too expensive to be used and measured again."""
 
     MAX_COUNT = 20  # the most measurements that count in a running mean
-    RECORDED_COUNT = 5  # A careful measurement counts as this many.
+    RECORDED_COUNT = 5  # a measurement of record() counts as this many
     FORGETTING = 0.002
 
     def __init__(self) -> None:
@@ -383,7 +385,7 @@ class CostTable:
         self.costs = [cost * kept for cost in self.costs]
 
     def record(self, num_rows: int, seconds: float) -> None:
-        """Store a careful measurement of a size."""
+        """Store a measurement of a size that was taken while the machine was otherwise idle."""
         index = self._place(num_rows, seconds)
         self.means[index] = seconds
         self.counts[index] = self.RECORDED_COUNT
@@ -426,22 +428,22 @@ class CostTable:
         return index < len(self.rows) and (index > 0 or self.rows[0] <= 1.25 * num_rows)
 
     def estimate(self, num_rows: int) -> float:
-        """Estimate on the line through the measured neighbours. Nothing measured: 0."""
+        """Return the interpolated seconds of a size, or 0 if no size was measured."""
         if not self.rows:
             return 0.0
         index = bisect_left(self.rows, num_rows)
         if index == 0:
             return self.costs[0]
         if index == len(self.rows):
-            return self._beyond(num_rows)
+            return self._extrapolate(num_rows)
         rows_below = self.rows[index - 1]
         share = (num_rows - rows_below) / (self.rows[index] - rows_below)
         below = self.costs[index - 1]
         return below + share * (self.costs[index] - below)
 
-    def _beyond(self, num_rows: int) -> float:
-        """Estimate a size above all measured ones, on the line through the last two. With a single
-        measured size, a larger one is assumed to take the same time, so that it is tried."""
+    def _extrapolate(self, num_rows: int) -> float:
+        """Extrapolate from the two largest measured sizes. With a single measured size, a larger
+        size is expected to take the same time, so that it is tried."""
         if len(self.rows) == 1:
             return self.costs[0]
         rows_between = self.rows[-1] - self.rows[-2]
@@ -465,7 +467,7 @@ def host_drafter(config: SpeculativeConfig) -> HostDrafter | None:
 
 
 def drafts_before_stop(seq: Sequence, drafts: array[int]) -> array[int]:
-    """Return the drafts before the first stop token: nothing after one is needed."""
+    """Return the drafts before the first stop token."""
     for count, token in enumerate(drafts):
         if token in seq.stop_ids:
             return drafts[:count]

@@ -1,9 +1,8 @@
-"""The shape of the next step, decided before anything is planned: its token budget, which sequences
-pause, are preempted or may be admitted, and how much of it short prompts may take first.
+"""Decides the shape of the next step before anything is planned: its token budget, which sequences
+pause, are preempted or may be admitted, and the share of the budget that short prompts may take.
 
-StepShape is the result. It combines the cap after the device ran out of memory, the latency target,
-offline piggybacking, urgent requests and short prompts. The scheduler then fills the step within
-this shape.
+Several mechanisms set the shape: the cap after the device ran out of memory, the latency target,
+offline piggybacking, urgent requests and short prompts. The scheduler fills the step within it.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ class StepShape(NamedTuple):
 
 
 class TokenCap:
-    """The largest step allowed. It is lower for a while after the device ran out of memory."""
+    """The most tokens of a step. After the device ran out of memory, the cap is halved, and doubled
+    again every RAISE_INTERVAL steps."""
 
-    RAISE_INTERVAL = 200  # steps after which steps twice as large are tried again
+    RAISE_INTERVAL = 200
 
     def __init__(self, maximum: int):
         self.maximum = maximum
@@ -81,7 +81,7 @@ class StepShaper:
         self.prompt_budget = choose_prompt_budget(schedule, self.step_times)
 
     def _learn(self, event: Event) -> None:
-        """Learn from the times of steps that have landed: they decide the size of the next."""
+        """Record the time of a landed step. The size of the next steps depends on these times."""
         assert isinstance(event, StepLanded) and self.step_times is not None
         self.step_times.observe(event.plan, event.seconds)
 

@@ -24,15 +24,10 @@ NEVER_PUBLISH = sys.maxsize
 
 
 def tokens_to_prefill(seq: Sequence, start: int) -> int:
-    """Return how many known tokens from `start` on are to be computed.
+    """Return how many known tokens from `start` on have to be computed.
 
-    A prompt to be forked stops one token short: each child computes that token itself."""
+    The last token of a prompt that is about to be forked does not count: each child computes it."""
     return len(seq.tokens) - (seq.pending_forks > 0) - start
-
-
-def chunk_size(seq: Sequence, start: int, token_budget: int) -> int:
-    """Return how many known tokens from `start` on fit into the next step."""
-    return min(tokens_to_prefill(seq, start), token_budget)
 
 
 def blocks_to_admit(pool: BlockPool, matched: list[int], num_tokens: int) -> int:

@@ -11,12 +11,12 @@ block is in exactly one state:
     device block --evicted---> host block --(later)------> disk         stores, saves
     device block <--admission-- host block <--requested--- disk         loads, fetches
 
-A store counts once its step is committed, so a failed step leaves nothing behind. A sequence asks
-the disk once between two preemptions, waits while waiting pays, and is then admitted with what has
-arrived, so the disk can never hold it up for ever. Blocks that arrive are promoted to the device at
-once, into free blocks: host-to-device copies overlap with disk reads, and checksums are verified
-on the device, where that is fast. No sequence reads a block from disk before the step that promoted
-it has verified it.
+A store counts once its step is committed, so a failed step leaves nothing behind. The blocks of a
+sequence are fetched from disk at most once between two preemptions. The sequence waits while this
+is expected to be faster than computing, and is then admitted with the blocks that have arrived.
+Blocks that arrive are promoted at once to free device blocks: host-to-device copies overlap with
+disk reads, and checksums are verified on the device, where that is fast. No sequence uses a block
+from disk before its checksum is verified.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class TierIndex:
         self.on_disk: set[bytes] = set()
         self.promotions: dict[int, list[Promotion]] = {}  # by step in flight
         self.promoting: dict[bytes, int] = {}  # hash -> device block, unless invalidated since
-        # How many fills and promotions have ended. A waiting sequence looks again when this number
-        # has changed.
-        self.num_settled = 1
+        # The number of fills and promotions that have ended. After it has changed, sequences that
+        # wait for the disk are looked up again.
+        self.transfers_ended = 1
         self.counters = TierCounters()
         self.costs = OffloadCosts(block_size, block_bytes / HOST_RATE, block_bytes / DISK_RATE)
         self.fetch_ids: Iterator[int] = count(1)
@@ -110,13 +110,13 @@ class TierIndex:
         self.events.subscribe(self._learn, StepLanded)
 
     def _learn(self, event: Event) -> None:
-        """Learn from the times of steps that have landed whether loading pays."""
+        """Record the time of a landed step, to decide whether loading pays."""
         assert isinstance(event, StepLanded)
         self.costs.observe_step(event.plan, event.result)
 
     def attach_store(self, on_disk: Collection[bytes], fetch_ids: Iterator[int]) -> None:
-        """Continue with what the runner's tier store holds. The store outlives a scheduler, so it
-        owns the counter: an answer to an earlier scheduler's fetch must not match a new one."""
+        """Continue with the contents of the runner's tier store. The store outlives a scheduler and
+        owns the counter, so that an answer to an earlier scheduler's fetch matches no new fetch."""
         self.on_disk = set(on_disk)
         self.fetch_ids = fetch_ids
 
@@ -151,8 +151,8 @@ class TierIndex:
             block = pool.find(content_hash, block_tokens)
             if block is None:
                 host_block = self.find(content_hash, block_tokens)
-                coming = content_hash in computing or content_hash in self.promoting
-                if host_block is None or coming:
+                arrives_soon = content_hash in computing or content_hash in self.promoting
+                if host_block is None or arrives_soon:
                     break
                 if pays is None:
                     pays = self.costs.should_load()
@@ -180,13 +180,13 @@ class TierIndex:
         missing: list[int] = []
         num_filling = 0
         num_promoting = 0
-        num_here = len(loads)
+        num_present = len(loads)
         for index in range(len(blocks), (len(seq.tokens) - 1) // self.block_size):
             content_hash = seq.block_hashes[index]
             if content_hash in self.promoting:
                 num_promoting += 1
             elif content_hash in self.ready or content_hash in pool.hash_index:
-                num_here += 1
+                num_present += 1
             elif content_hash in self.filling:
                 num_filling += 1
             elif seq.disk_wait is DiskWait.NOT_ASKED and content_hash in self.on_disk:
@@ -195,19 +195,19 @@ class TierIndex:
                 break
         if missing:
             # A fetch must not evict the sequence's own blocks, nor exceed what can be promoted.
-            del missing[max(self._num_available() - num_here, 0) :]
+            del missing[max(self._num_available() - num_present, 0) :]
             del missing[max(len(pool.free_blocks) - reserved, 0) :]
             if not self.costs.should_load(disk=True):
                 self.counters.refused += 1
                 missing = []
                 num_filling = 0
         elif seq.disk_wait is DiskWait.WAITING and not self.costs.loading_pays(disk=True):
-            num_filling = 0  # the disk is slower than it seemed: do not wait for the rest
+            num_filling = 0  # the disk is slower than expected: do not wait for further blocks
         for index in missing:
             self._start_fetch(seq, index, plan)
         waits = bool(missing or num_filling or num_promoting)
         seq.disk_wait = DiskWait.WAITING if waits else DiskWait.OVER
-        seq.num_settled_seen = self.num_settled
+        seq.transfers_ended_at_lookup = self.transfers_ended
         return waits
 
     def _start_fetch(self, seq: Sequence, index: int, plan: Plan) -> None:
@@ -267,14 +267,14 @@ class TierIndex:
         if promotions:
             self.promotions.setdefault(plan.step, []).extend(promotions)
             seq.disk_wait = DiskWait.WAITING
-            seq.num_settled_seen = self.num_settled
+            seq.transfers_ended_at_lookup = self.transfers_ended
         return len(promotions)
 
     def finish_promotions(
         self, plan: Plan, pool: BlockPool, failed: bool = False, corrupt: Collection[int] = ()
     ) -> None:
-        """Publish what a step promoted, unless the step failed, or the content is corrupt or was
-        invalidated meanwhile. Such a content is not promoted again."""
+        """Publish the contents that a step promoted. A content is discarded instead if the step
+        failed, or if it is corrupt or was invalidated meanwhile."""
         # Tail first, so that prefixes outlive suffixes in the cache.
         for full_block, host_block, tenant in reversed(self.promotions.pop(plan.step, [])):
             if self.promoting.get(full_block.hash) == full_block.block:
@@ -290,7 +290,7 @@ class TierIndex:
             pool.release(full_block.block)
             if BlocksReleased in self.events.listeners:
                 self.events.emit(BlocksReleased(None, [full_block.block]))
-            self.num_settled += 1
+            self.transfers_ended += 1
 
     # ---- down: device to host memory and disk ----------------------------------------------------
 
@@ -308,7 +308,7 @@ class TierIndex:
                     parent = pool.full_block(parent.parent)
 
     def flush(self, pool: BlockPool, plan: Plan) -> None:
-        """Store what only the device has, most recently used first, as much as fits."""
+        """Store contents that are only on the device, most recently used first, while they fit."""
         for block in reversed(pool.free_blocks):
             full_block = pool.full_block(pool.hashes[block] or b"")
             has_room = len(plan.stores) < self.num_host_blocks
@@ -388,8 +388,8 @@ class TierIndex:
         self._finish_filling(fetch.host_block, arrived)
 
     def invalidate(self, hashes: list[bytes]) -> None:
-        """Drop bad contents. A copy on disk, or on its way there, may come back; the sequence that
-        reads it then invalidates it again."""
+        """Drop bad contents. A copy that is being saved to disk may be fetched later; the sequence
+        that reads it then invalidates it again."""
         for content_hash in hashes:
             self._forget_on_disk(content_hash)
             self.promoting.pop(content_hash, None)
@@ -407,12 +407,12 @@ class TierIndex:
     def clear(self) -> None:
         """Forget everything in host memory. Blocks being filled are freed afterwards; the disk
         keeps its records."""
-        known = [*self.ready.values(), *self.filling.values()]
+        host_blocks = [*self.ready.values(), *self.filling.values()]
         self.ready.clear()
         self.filling.clear()
         self.unverified.clear()
         self.promoting.clear()
-        for host_block in known:
+        for host_block in host_blocks:
             self._forget_content(host_block)
             self._free_if_unused(host_block)
 
@@ -443,7 +443,7 @@ class TierIndex:
 
     def _finish_filling(self, host_block: int, filled: bool) -> None:
         self.pin_counts[host_block] -= 1
-        self.num_settled += 1
+        self.transfers_ended += 1
         content_hash = self.hashes[host_block]
         if content_hash is not None:  # it was not invalidated meanwhile
             del self.filling[content_hash]
@@ -481,9 +481,9 @@ class TierIndex:
     def check(self) -> None:
         """Raise AssertionError unless every host block is in exactly one state."""
         for contents in (self.ready, self.filling):
-            assert all(self.hashes[block] == known for known, block in contents.items()), (
-                "the index names a host block with another content"
-            )
+            assert all(
+                self.hashes[block] == content_hash for content_hash, block in contents.items()
+            ), "the index names a host block with another content"
         ready = list(self.ready.values())
         filling = list(self.filling.values())
         all_blocks = range(self.num_host_blocks)

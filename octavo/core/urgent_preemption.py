@@ -23,7 +23,7 @@ from heapq import merge
 from octavo.core.prefix import PrefixCache
 from octavo.core.queues import Queues, by_rank
 from octavo.core.step_budget import PromptBudget, StepTimes
-from octavo.core.tables import blocks_to_admit, chunk_size
+from octavo.core.tables import blocks_to_admit, tokens_to_prefill
 from octavo.types import Plan, Rank, Sequence, Status
 
 LAST_RANK: Rank = (math.inf, sys.maxsize, 0, sys.maxsize, 0)
@@ -153,7 +153,7 @@ class UrgentPreemption:
         """Return what the next chunk of a prompt needs, or None if it is done or cannot start."""
         block_size = self.pool.block_size
         if seq.status is Status.RUNNING:
-            num_tokens = chunk_size(seq, seq.planned, token_budget)
+            num_tokens = min(tokens_to_prefill(seq, seq.planned), token_budget)
             if not num_tokens:
                 return None
             num_blocks = -(-(seq.planned + num_tokens) // block_size) - len(seq.block_table)
@@ -161,7 +161,8 @@ class UrgentPreemption:
         match = self.prefix.match(seq)
         if match is None:
             return None
-        num_tokens = chunk_size(seq, len(match.blocks) * block_size, token_budget)
+        num_cached = len(match.blocks) * block_size
+        num_tokens = min(tokens_to_prefill(seq, num_cached), token_budget)
         return Claim(1, blocks_to_admit(self.pool, match.blocks, num_tokens), num_tokens)
 
     def _find_victims(self, seq: Sequence, step: UrgentStep, decoding: list[Sequence]) -> bool:

@@ -99,7 +99,7 @@ class FusedDraftHead(Protocol):
         """Compute the layer, as DraftHead.compute does."""
         ...
 
-    def follow(
+    def extend(
         self,
         hidden: Tensor,
         batch: ForwardBatch,

@@ -1,7 +1,7 @@
 """Runs each decode step on a CPU as one job, as CUDA graphs do on a GPU (octavo/runner/graphs.py).
 
 A step may verify drafts: several rows then belong to one sequence. A drafter on the device drafts
-before the step and follows it afterwards.
+before the step and computes its own KV of the step's tokens afterwards.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CpuSteps:
         )
         results = self.step(rows, self.kv.view)
         lengths = results.batch.seq_lens
-        if self.drafter is not None and plan.followed:
+        if self.drafter is not None and plan.draft_extend:
             self.drafter.observe(Observed(results.batch, results.hidden), self.batch_slots)
         return ForwardResult(rows.slots, results.logits, lengths, results.tokens, results.kept)
 

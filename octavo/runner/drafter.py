@@ -50,7 +50,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
-        """Follow a step of the target: compute the drafter's KV of the tokens that it computed."""
+        """Compute the drafter's own KV of the tokens of a step (draft extend)."""
         ...
 
     def draft(self, passes: Sequence[Tensor], max_len: int, batch_slots: BatchSlots) -> None:
@@ -71,7 +71,7 @@ class EarlyExit:
         self.target_kv = target_kv
 
     def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
-        """There is nothing to follow: the target has written the KV."""
+        """Do nothing: the target has written the KV."""
 
     def draft(self, passes: Sequence[Tensor], max_len: int, batch_slots: BatchSlots) -> None:
         draft_with_model(self.model, self.target_kv, passes, max_len, batch_slots)

@@ -32,7 +32,7 @@ class GraphShape(NamedTuple):
     tokens: int  # total over all items; equal to `decoding` if the step only decodes
     verifies: bool = False  # rows of the same sequence may follow each other: drafts
     num_passes: int = 0  # passes of the drafter on the device, before verification
-    follows: bool = False  # the drafter on the device follows the step (octavo/core/speculation.py)
+    draft_extend: bool = False  # the drafter on the device computes its KV (Plan.draft_extend)
 
     @property
     def drafting(self) -> int:
@@ -92,7 +92,7 @@ def verify_shapes(limits: RunnerLimits) -> list[GraphShape]:
 
 def held_logits(limits: RunnerLimits) -> int:
     """Return how many rows of logits all captured graphs keep in memory. Each has its own. With a
-    drafter on the device, a step without drafts has two graphs: the drafter follows one of them."""
+    drafter on the device, a step without drafts has two graphs, one of them with a draft extend."""
     decode_rows = sum(decode_sizes(limits.max_slots))
     mixed_rows = sum(shape.items for shape in mixed_shapes(limits.max_slots, limits.max_tokens))
     graphs_of_a_shape = 2 if limits.drafts_on_device else 1

@@ -98,18 +98,18 @@ class StepGraphs:
 
     def shapes(self) -> list[GraphShape]:
         """Return the shapes of all graphs, the largest of each kind first. With a drafter on the
-        device, each step without drafts has two graphs: the drafter follows one of them."""
+        device, each step without drafts has two graphs, one of them with a draft extend."""
         decode_shapes = [GraphShape(size, size) for size in self.decode_sizes]
         plain_shapes = decode_shapes[::-1] + self.mixed_shapes[::-1]
         if self.drafter is None:
             return plain_shapes + self.verify_shapes[::-1]
         return [
             *(
-                shape._replace(follows=follows)
+                shape._replace(draft_extend=draft_extend)
                 for shape in plain_shapes
-                for follows in (True, False)
+                for draft_extend in (True, False)
             ),
-            *(shape._replace(follows=True) for shape in self.verify_shapes[::-1]),
+            *(shape._replace(draft_extend=True) for shape in self.verify_shapes[::-1]),
         ]
 
     @torch.inference_mode()
@@ -125,10 +125,9 @@ class StepGraphs:
         host = torch.empty(1, dtype=torch.int32, pin_memory=True)
         self.copy_to_host(host, self.batch_slots.ints[0, :1])
 
-    def followed(self, shape: GraphShape, plan: Plan) -> GraphShape:
-        """Return the graph of this shape that the drafter on the device follows if the plan says
-        so. Following costs time, and does not pay in every step."""
-        return shape._replace(follows=self.drafter is not None and plan.followed)
+    def with_draft_extend(self, shape: GraphShape, plan: Plan) -> GraphShape:
+        """Return the shape with a draft extend if the plan asks for one."""
+        return shape._replace(draft_extend=self.drafter is not None and plan.draft_extend)
 
     # ---- decode ----------------------------------------------------------------------------------
 
@@ -143,7 +142,7 @@ class StepGraphs:
         """Launch a decode step."""
         num_items = len(plan.items)
         size = self.decode_sizes[bisect.bisect_left(self.decode_sizes, num_items)]
-        captured = self._graph_for(self.followed(GraphShape(size, size), plan))
+        captured = self._graph_for(self.with_draft_extend(GraphShape(size, size), plan))
         slots = [item.slot for item in plan.items]
         blocks = [0] * num_items
         if plan.table_updates:
@@ -189,8 +188,8 @@ class StepGraphs:
         return forward
 
     def _observe(self, batch: ForwardBatch, hidden: Tensor, shape: GraphShape) -> None:
-        """Let the drafter on the device follow the step, if it is to."""
-        if self.drafter is not None and shape.follows:
+        """Let the drafter on the device compute its KV, if the step has a draft extend."""
+        if self.drafter is not None and shape.draft_extend:
             self.drafter.observe(Observed(batch, hidden), self.batch_slots)
 
     def replay(self, shape: GraphShape, layout: Tensor, num_rows: int) -> ForwardResult:
@@ -252,7 +251,7 @@ class StepGraphs:
         spans += [Span(shape.tokens, 0, self.max_len)] * (num_items - len(spans))
         batch_slots = self.batch_slots
         batch = gather(layout, num_items, batch_slots, self.kv.block_size, spans)
-        if shape.follows and self.drafter is not None and self.drafter.needs_hidden:
+        if shape.draft_extend and self.drafter is not None and self.drafter.needs_hidden:
             hidden = self.model(batch, self.kv.view)
             logits = self.model.logits(hidden[batch.logit_indices])
         else:

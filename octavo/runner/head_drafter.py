@@ -50,7 +50,7 @@ class HeadDrafter:
         batch = step.batch
         is_decode = all(span.num == 1 for span in batch.spans)
         if self.head.fused is not None and is_decode and self.head.fc is None:
-            self.head.fused.follow(
+            self.head.fused.extend(
                 hidden=step.hidden,
                 batch=batch,
                 memory=batch_slots.memory,

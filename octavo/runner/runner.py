@@ -340,7 +340,7 @@ class Runner:
             shape = graphs.find_mixed_shape(plan.items)
         elif not self._is_special(plan):
             shape = graphs.find_verify_shape(plan)
-        return None if shape is None else graphs.followed(shape, plan)
+        return None if shape is None else graphs.with_draft_extend(shape, plan)
 
     def _is_special(self, plan: Plan) -> bool:
         """Return whether sampling needs more than Ops.choose."""
@@ -401,7 +401,7 @@ class Runner:
         batch = gather(sent[staged.layout], len(items), batch_slots, self.kv.block_size, spans)
         batch.logit_indices = batch.logit_indices[item_of_row]
         wants_prompt_logprobs = any(item.prompt_logprobs is not None for item in items)
-        wants_hidden = self.drafter is not None and self.drafter.needs_hidden and plan.followed
+        wants_hidden = self.drafter is not None and self.drafter.needs_hidden and plan.draft_extend
         samples_all = len(staged.item_of_row) == num_tokens
         wants_all_hidden = wants_prompt_logprobs or wants_hidden or bool(staged.pooled)
         if staged.item_of_row and not (wants_all_hidden or samples_all):
@@ -440,7 +440,7 @@ class Runner:
         }
         if batch.watched is not None:
             handle.attention_mass = Download(batch.watched.mass / self.model.config.num_layers)
-        if self.drafter is not None and plan.followed:
+        if self.drafter is not None and plan.draft_extend:
             self.drafter.observe(Observed(batch, hidden), batch_slots)
         return handle
 
@@ -454,7 +454,7 @@ class Runner:
         item_of_row = [index for index, item in enumerate(items) for _ in range(item.num_tokens)]
         handle = self._sample(plan, item_of_row, rows.forward, [])
         handle.kept = Download(keep_rows(rows, batch_slots))
-        if self.drafter is not None and plan.followed:
+        if self.drafter is not None and plan.draft_extend:
             self.drafter.observe(Observed(rows.batch, rows.hidden), batch_slots)
         return handle
 

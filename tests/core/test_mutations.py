@@ -66,9 +66,9 @@ BUGS = {
     "a lower rank is preempted for a higher one": ("scheduler", "[other for other in self.prefilling if other.rank > seq.rank]", "[other for other in self.prefilling if other.rank < seq.rank]"),
     "decoding sequences are not in rank order": ("queues", "        self.prefilling.remove(seq)\n        insort(self.decoding, seq, key=by_rank)\n", "        self.prefilling.remove(seq)\n        self.decoding.append(seq)\n"),
     "an urgent request preempts more urgent ones": ("urgent_preemption", "                if other.rank > seq.rank\n                and self.policy.preempts(seq, other)\n", "                if other.rank < seq.rank\n"),
-    "a victim starts again in the plan that preempted it": ("scheduler", "if fill.closed or not self.queues.free_slots or seq.rank >= fill.shape.admit_before:", "if fill.closed or not self.queues.free_slots:"),
+    "a victim starts again in the plan that preempted it": ("scheduler", "if seq.rank >= builder.shape.admit_before:", "if False:"),
     "sequences pause for ever": ("urgent_preemption", "other_id for seq in step.urgent for other_id", "other_id for seq in step.urgent or ([self.last_urgent] if self.last_urgent else []) for other_id"),
-    "a prompt that pauses counts as computed": ("scheduler", "            elif seq.id not in fill.shape.paused and", "            elif seq.id in fill.shape.paused:\n                seq.planned += 1\n            elif"),
+    "a prompt that pauses counts as computed": ("scheduler", "            elif seq.id not in builder.shape.paused and", "            elif seq.id in builder.shape.paused:\n                seq.planned += 1\n            elif"),
     "a sequence that pauses is planned but not computed": ("scheduler", "if position + 1 >= seq.position_limit or (skip and seq.id in skip):", "seq.planned += seq.id in skip\n            if position + 1 >= seq.position_limit or seq.id in skip:"),
     "a sequence that skips a step is planned but not computed": ("urgent_preemption", "        self.equals_skipped = bool(skipping)\n", "        self.equals_skipped = bool(skipping)\n        for other in self.queues.decoding:\n            other.planned += other.id in skipping\n"),
     "a batch forms while another runs": ("batching", "if not running or fits_beside:", "if True:"),
@@ -129,7 +129,7 @@ BUGS = {
     "a missed fetch counts as arrived": ("tier_index", 'arrived = event.kind == "fetched"', "arrived = True"),
     "a missed fetch keeps its host block": ("tier_index", "        self._finish_filling(fetch.host_block, arrived)\n", "        if arrived:\n            self._finish_filling(fetch.host_block, arrived)\n"),
     "disk events are not collected while nothing runs": ("prefix", "            plan.awaits_disk = bool(self.tiers.fetching or self.tiers.promoting)\n", ""),
-    "a sequence that waits for the disk never looks again": ("tier_index", "        self.pin_counts[host_block] -= 1\n        self.num_settled += 1\n", "        self.pin_counts[host_block] -= 1\n"),
+    "a sequence that waits for the disk never looks again": ("tier_index", "        self.pin_counts[host_block] -= 1\n        self.transfers_ended += 1\n", "        self.pin_counts[host_block] -= 1\n"),
     "a content is in two host blocks": ("tier_index", "elif removed.hash not in self.filling and self._store", "elif self._store"),
     "cleared content comes back": ("tier_index", "        self.filling.clear()\n", ""),
     "a promoted block stays in use": ("tier_index", "            pool.release(full_block.block)\n", ""),
@@ -137,7 +137,7 @@ BUGS = {
     "corrupt content is loaded again": ("tier_index", "                    self._discard(host_block)\n", "                    pass\n"),
     "content from disk is read unverified": ("tier_index", "self.unverified.add(fetch.host_block)", "pass"),
     "promoted content gets another hash": ("tier_index", "self.promoting[hashes[index]] = block", "self.promoting[hashes[0]] = block"),
-    "a fetch evicts the sequence's own blocks": ("tier_index", "del missing[max(self._num_available() - num_here, 0) :]", "pass"),
+    "a fetch evicts the sequence's own blocks": ("tier_index", "del missing[max(self._num_available() - num_present, 0) :]", "pass"),
 }  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
 
 @contextmanager
 def planted(where: str, old: str, new: str) -> Iterator[None]:
-    """Whoever imported something of this file of the core has a mutated file's instead."""
+    """Let every module of the core use a mutated copy of one module."""
     module = next(m for m in CORE if m.__name__ == f"octavo.core.{where}")
     copy = mutated(module, old, new)
     with pytest.MonkeyPatch.context() as patch:

@@ -6,7 +6,13 @@ from array import array
 
 from octavo.config import CacheConfig
 from octavo.core.blocks import BlockPool, FullBlock, chain_hash
-from octavo.core.tables import NEVER_PUBLISH, blocks_to_admit, chunk_size, drop_block, reserve
+from octavo.core.tables import (
+    NEVER_PUBLISH,
+    blocks_to_admit,
+    drop_block,
+    reserve,
+    tokens_to_prefill,
+)
 from octavo.params import SamplingParams
 from octavo.types import Plan, Request, Sequence
 
@@ -68,13 +74,9 @@ def test_what_an_admission_takes() -> None:
 
 def test_forks_stop_one_token_short() -> None:
     seq = sequence(BlockPool(4, SIZE), 10, 3)
-    assert (
-        chunk_size(seq, 0, 100) == 10
-        and chunk_size(seq, 4, 100) == 6
-        and chunk_size(seq, 4, 3) == 3
-    )
+    assert tokens_to_prefill(seq, 0) == 10 and tokens_to_prefill(seq, 4) == 6
     seq.pending_forks = 2
-    assert chunk_size(seq, 0, 100) == 9
+    assert tokens_to_prefill(seq, 0) == 9 and tokens_to_prefill(seq, 9) == 0
 
 
 def full(spare: int) -> tuple[BlockPool, CacheConfig, Sequence]:

@@ -181,9 +181,9 @@ def test_padding_changes_no_bit_with_batch_invariant_operators(
     assert torch.equal(special.kv.tensor[padding_block:], general.kv.tensor[padding_block:])
 
 
-@pytest.mark.parametrize("is_followed", slow_after(1, [False, True]))
-def test_a_drafter_follows_a_graph_only_if_the_plan_says_so(
-    is_followed: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_extended", slow_after(1, [False, True]))
+def test_the_drafter_extends_its_kv_in_a_graph_only_if_the_plan_says_so(
+    is_extended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if DEVICE == "cpu":
         plain = torch.tensor
@@ -199,10 +199,10 @@ def test_a_drafter_follows_a_graph_only_if_the_plan_says_so(
         runner.model, runner.kv, runner.batch_slots, limits, runner.drafter
     )
     for plan in plans()[:3]:
-        plan.followed = is_followed
+        plan.draft_extend = is_extended
         runner.launch(plan).wait()
-    assert bool(observed) == is_followed
-    assert all(shape.follows == is_followed for shape in runner.graphs.graphs)
+    assert bool(observed) == is_extended
+    assert all(shape.draft_extend == is_extended for shape in runner.graphs.graphs)
 
 
 def draft_plan(step: int, state: BatchSlots, drafts: dict[int, list[int]]) -> Plan:

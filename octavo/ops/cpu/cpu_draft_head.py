@@ -50,10 +50,10 @@ class CpuDraftHead:
         """Compute the layer, as DraftHead.compute does."""
         hidden = hidden.contiguous()
         with self.pool.lock:
-            self._follow(hidden, batch, kv_cache, self._head_record(len(hidden), batch.ids))
+            self._extend(hidden, batch, kv_cache, self._head_record(len(hidden), batch.ids))
         return hidden if batch.last is None else hidden[batch.logit_indices]
 
-    def follow(
+    def extend(
         self,
         hidden: Tensor,
         batch: ForwardBatch,
@@ -61,19 +61,19 @@ class CpuDraftHead:
         outputs: Tensor,
         kv_cache: KV,
     ) -> None:
-        """Follow a step that decodes, as FusedDraftHead.follow."""
+        """Extend the head's KV by a step that decodes, as FusedDraftHead.extend."""
         with self.pool.lock:
             head = self._head_record(len(hidden))
             self._add_slots(head, memory, outputs)
-            self._follow(hidden, batch, kv_cache, head)
+            self._extend(hidden, batch, kv_cache, head)
 
-    def _follow(self, hidden: Tensor, batch: ForwardBatch, kv_cache: KV, head: Record) -> None:
+    def _extend(self, hidden: Tensor, batch: ForwardBatch, kv_cache: KV, head: Record) -> None:
         kernels = self.pool.kernels
         num_rows = len(hidden) if batch.last is None else len(batch.logit_indices)
         output = torch.empty(num_rows, self.hidden)
         attention = self._attention(batch, kv_cache)
         job = self.decoder.fill_job(hidden, batch, attention, output)
-        job[kernels.JOB_KIND] = kernels.FOLLOW
+        job[kernels.JOB_KIND] = kernels.DRAFT_EXTEND
         job[kernels.DRAFT_HEAD] = head.ctypes.data
         self.pool.run(job, self.pool.entry_points.draft_jit.num_phases(0))
 

@@ -287,7 +287,7 @@ LAYERS, NUM_LAYERS, HIDDEN_SIZE, WIDTH, EPSILON, GELU, BATCH, LAST_NORM = range(
     STEP_RECORD,
     NUM_FIELDS,
 ) = range(16, 34)
-PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE, SHIFT, ACTIVATE, FOLLOW, DRAFT, STEP = range(10)
+PRODUCT, ATTENTION, DECODER, EMBED, CHOOSE, SHIFT, ACTIVATE, DRAFT_EXTEND, DRAFT, STEP = range(10)
 ACTIVATE_BYTES = 4 * 4 * LANES  # the scratch memory of a thread for ACTIVATE
 
 # The record of a layer: the records of four weights, then these fields.

@@ -1,5 +1,5 @@
-"""A draft head (octavo/model/draft_head.py) on a CPU: following the target, and whole chains of
-drafts, as one job each.
+"""A draft head (octavo/model/draft_head.py) on a CPU: the draft extend, and whole chains of drafts,
+as one job each.
 
 A chain has one row for each sequence. Pass 0 turns the head's last output into logits and a draft.
 Each further pass computes the layer for the draft before it:
@@ -285,7 +285,7 @@ def choose_drafts(worker: int, job: int, head: int, step: int) -> None:
 
 
 @inner
-def follow(worker: int, job: int) -> None:
+def draft_extend(worker: int, job: int) -> None:
     """Compute the layer for the rows of the target's step, and store the results in OUTPUTS if it
     is set."""
     head = field(job, DRAFT_HEAD)
@@ -307,7 +307,7 @@ def draft(worker: int, job: int) -> None:
 
 
 def num_phases(num_passes: int) -> int:
-    """Return the phases of draft(), or the most phases of follow() for 0 passes."""
+    """Return the phases of draft(), or the most phases of draft_extend() for 0 passes."""
     if num_passes == 0:
         return LAYER_PHASES + 1
     return 1 + (num_passes - 1) * LAYER_PHASES + num_passes * CHOICE_PHASES

@@ -20,8 +20,8 @@ from octavo.ops.cpu.jit.decoder_jit import (
     CHOOSE,
     DECODER,
     DRAFT,
+    DRAFT_EXTEND,
     EMBED,
-    FOLLOW,
     INPUT,
     JOB_KIND,
     NUM_ROWS,
@@ -39,7 +39,7 @@ from octavo.ops.cpu.jit.decoder_jit import (
     quantize_rows,
     shift,
 )
-from octavo.ops.cpu.jit.draft_jit import draft, follow
+from octavo.ops.cpu.jit.draft_jit import draft, draft_extend
 from octavo.ops.cpu.jit.llvm_intrinsics import field, inner, kernel
 from octavo.ops.cpu.jit.step_jit import run_step
 
@@ -83,8 +83,8 @@ def run_job(state: int, number: int) -> None:
         shift(worker, job)
     elif job_kind == ACTIVATE:
         activate(worker, job)
-    elif job_kind == FOLLOW:
-        follow(worker, job)
+    elif job_kind == DRAFT_EXTEND:
+        draft_extend(worker, job)
     elif job_kind == DRAFT:
         draft(worker, job)
     elif job_kind == STEP:
