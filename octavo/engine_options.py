@@ -365,7 +365,8 @@ class EngineOptions:
         ),
     ] = 16.0
     kv_canary: Annotated[
-        bool, Option("Debugging: verify every KV block that is read. Slow.", "Memory")
+        bool,
+        Option("Verify every KV block that is read. For debugging only: it is slow.", "Memory"),
     ] = False
     kv_eviction: Annotated[
         str,
@@ -506,8 +507,8 @@ class EngineOptions:
     deterministic: Annotated[
         bool,
         Option(
-            "Compute the same bits for a request alone and in every batch: batch-invariant "
-            "kernels. Slower on a GPU; docs/determinism.md has the promise and the cost.",
+            "Use batch-invariant kernels, which compute the same bits for a request alone and in "
+            "every batch. They are slower on a GPU (docs/determinism.md).",
             "Kernels",
         ),
     ] = False
@@ -621,8 +622,8 @@ class EngineOptions:
     pooler_config: Annotated[
         PoolerConfig | None,
         Option(
-            'JSON object that says how embeddings are made, such as {"pooling_type": "MEAN"}. '
-            "Default: as the model says, else of the last token.",
+            'JSON object with the pooling of embeddings, such as {"pooling_type": "MEAN"}. '
+            "Default: the pooling that the model's files name, else LAST.",
             "Model",
             metavar="JSON",
             reads="json",

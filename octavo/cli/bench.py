@@ -190,7 +190,7 @@ def startup(
         Path | None, option("Directory for random weights of a model shape.", None, "DIRECTORY")
     ] = None,
     repeat: Annotated[
-        int, option("Fresh processes to start.", None, "N", show_default=True, min=1)
+        int, option("Number of processes to start.", None, "N", show_default=True, min=1)
     ] = 3,
     output: Output = None,
     engine: EngineOptions = THROUGHPUT,
@@ -232,7 +232,7 @@ def tiers(
     output: Output = None,
     engine: EngineOptions = TIERS,
 ) -> None:
-    """Measure the time to first token of an evicted prompt, from each tier and computed."""
+    """Measure the time to first token when KV is loaded from each tier, and when it is computed."""
     from octavo.bench.model_shapes import load_shape
     from octavo.bench.tiers import OUTPUT, measure
     from octavo.cli.progress import Steps

@@ -46,11 +46,14 @@ def compare(
         bool,
         flag(
             "--no-ignore-eos",
-            "The endpoints do not know the field ignore_eos: their replies may end early.",
+            "The endpoints do not support ignore_eos, so their replies may end early.",
         ),
     ] = False,
     peers: Annotated[
-        Path, option("Environment of the peers.", None, "DIRECTORY", show_default=True)
+        Path,
+        option(
+            "Virtual environment of the peers (make peers).", None, "DIRECTORY", show_default=True
+        ),
     ] = PEERS,
     threads: Annotated[
         int | None, option("Threads of each engine. Default: all cores.", None, "N", min=1)

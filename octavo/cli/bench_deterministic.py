@@ -32,7 +32,7 @@ def deterministic(
     output: Output = None,
     engine: EngineOptions = DETERMINISTIC,
 ) -> None:
-    """Measure what the option --deterministic costs: with it and without it, in turn."""
+    """Measure the speed with and without --deterministic, in alternating runs."""
     from octavo.bench.deterministic import run_deterministic
     from octavo.bench.result_file import BenchRun
     from octavo.bench.workloads import WORKLOADS

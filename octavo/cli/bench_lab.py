@@ -29,7 +29,7 @@ def memory(
     output: Output = None,
     engine: EngineOptions = MEMORY,
 ) -> None:
-    """Measure memory beside its plan and over time, and the waste of paged and contiguous KV."""
+    """Compare memory use with its plan, and the waste of paged KV with that of contiguous KV."""
     from octavo.assemble import pick_device
     from octavo.bench.ablation import SCALES, WORKLOADS
     from octavo.bench.memory_use import WORKLOAD, MemoryBench

@@ -52,7 +52,7 @@ def batching_modes(
     output: Output = None,
     engine: EngineOptions = MODES_OPTIONS,
 ) -> None:
-    """Compare continuous batching with batches that form and run to their end."""
+    """Compare continuous batching with static batching and with other batching modes."""
     from octavo.bench.model_shapes import load_shape
     from octavo.bench.scheduling import modes as measure
     from octavo.cli.progress import Steps

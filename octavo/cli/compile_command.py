@@ -24,7 +24,7 @@ def compile_kernels(
     ] = None,
     options: EngineOptions,
 ) -> None:
-    """Compile kernels ahead, so that later starts find them in the cache."""
+    """Compile the kernels now and cache them, so that later starts are fast."""
     from octavo.assemble import pick_device
     from octavo.cli.progress import Steps
     from octavo.compile_ahead import compile_cpu, compile_gpu

@@ -58,8 +58,8 @@ def doctor(
     pid: Annotated[
         int | None,
         option(
-            "Show the resource usage of the process with this ID; of a server, also that of its "
-            "engine.",
+            "Show the resource usage of the process with this PID, and of its engine process if it "
+            "is a server.",
             "Process",
             "N",
         ),

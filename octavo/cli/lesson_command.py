@@ -35,11 +35,13 @@ def lesson(
     ] = None,
     model: Annotated[
         str | None,
-        option("Model to run it with: a directory, a GGUF file or a name.", None, "MODEL"),
+        option("Model that the lesson runs: a directory, a GGUF file or a name.", None, "MODEL"),
     ] = None,
     export: Annotated[
         Path | None,
-        option("Write the page with the lesson into one HTML file instead.", None, "FILE"),
+        option(
+            "Write the page with the lesson into this HTML file, and start no server.", None, "FILE"
+        ),
     ] = None,
     port: Port = 0,
     no_browser: NoBrowser = False,

@@ -138,7 +138,7 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A directory, a .gguf file or a name on huggingface.co. "
-        f"Without it: the embedded model, {EMBEDDED}.",
+        f"Default: the embedded model, {EMBEDDED}.",
         show_default=False,
     ),
 ]

@@ -35,7 +35,7 @@ def profile(
         option("API key for /metrics. Default: the variable OCTAVO_API_KEY.", None, "KEY"),
     ] = None,
 ) -> None:
-    """Observe a running server: CPU, memory, steps and stacks, and what limits it."""
+    """Observe a running server: CPU, memory, steps, stacks and the bottleneck."""
     from octavo.bench.server_profile import ProfileSession
     from octavo.cli.progress import Steps
 

@@ -27,7 +27,11 @@ def replay(
     ],
     export: Annotated[
         Path | None,
-        option("Write the page and the recording into one HTML file instead.", None, "FILE"),
+        option(
+            "Write the page with the recording into this HTML file, and start no server.",
+            None,
+            "FILE",
+        ),
     ] = None,
     port: Port = 0,
     no_browser: NoBrowser = False,

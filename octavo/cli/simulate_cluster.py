@@ -95,7 +95,8 @@ def simulate_cluster(
     link: Annotated[
         list[float] | None,
         option(
-            "Link of a prefill replica in Gbit/s. May be given several times. Default: 10.",
+            "Network bandwidth of a prefill replica in Gbit/s. May be given several times. "
+            "Default: 10.",
             None,
             "GBIT",
         ),

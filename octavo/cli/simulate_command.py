@@ -91,8 +91,8 @@ def simulate(
     calibrate: Annotated[
         str | None,
         option(
-            f"Run the trace, or a built-in one, on this model ({EMBEDDED}: the embedded one) and "
-            "fit costs.",
+            "Run the trace, or a built-in trace, on this model and fit the step costs to the "
+            f"measured times. {EMBEDDED} is the embedded model.",
             None,
             "MODEL",
         ),

@@ -21,7 +21,7 @@ def train_draft(
         Path, option("Directory to write; it must be empty or not exist.", None, "DIR", "--out")
     ],
     texts: Annotated[
-        int, option("Texts to generate.", None, "N", parser=size, show_default=True)
+        int, option("Number of texts to generate.", None, "N", parser=size, show_default=True)
     ] = 30_000,
     draft_vocab: Annotated[
         int,
@@ -37,7 +37,7 @@ def train_draft(
         int, option("Maximum tokens per answer.", None, "N", parser=size, show_default=True)
     ] = 320,
     epochs: Annotated[
-        int, option("Passes over the texts.", None, "N", parser=size, show_default=True)
+        int, option("Number of passes over the texts.", None, "N", parser=size, show_default=True)
     ] = 20,
     minutes: Annotated[
         float | None, option("Finish within this time, with fewer texts and epochs.", None, "X")

@@ -80,9 +80,9 @@ ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CLASSIC = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 50)
 
 HOST_BLOCKS = {
-    "cached": "KV blocks in host memory that a prompt can reuse.",
+    "cached": "KV blocks in host memory that hold reusable KV.",
     "busy": "KV blocks in host memory that a copy is filling.",
-    "free": "KV blocks in host memory that hold nothing.",
+    "free": "Free KV blocks in host memory.",
 }
 TIERS = {
     "stores": "KV blocks copied from the device to host memory.",
@@ -96,8 +96,8 @@ TIERS = {
     "fetch_bytes": "Bytes of KV requested from disk.",
     "fetch_seconds": "Time the disk took to answer KV reads, summed over blocks, in seconds.",
     "evictions": "KV blocks evicted from host memory to make room.",
-    "dropped": "KV blocks evicted from the device that no lower tier had room for.",
-    "refused": "Lookups that refused to load KV because loading seemed slower than computing.",
+    "dropped": "KV blocks evicted from the device and lost because no lower tier had room.",
+    "refused": "Lookups that did not load offloaded KV because computing it seemed faster.",
 }
 
 # The names that these metrics had in vLLM up to version 0.11 -> the names that they have now.
@@ -126,7 +126,7 @@ class Tally(Source):
         self.bounds = buckets
         self.counts = [0] * (len(buckets) + 1)
         self.sum = 0.0
-        self.names = [name]  # All names under which it is shown.
+        self.names = [name]  # the names under which the histogram is shown
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
@@ -192,7 +192,10 @@ class EngineSource(Source):
             gauge.add_metric([self.model], value)
             yield gauge
         counters |= {
-            f"engine_{part}_seconds": (seconds, f"Time of the step loop in {part}.")
+            f"engine_{part}_seconds": (
+                seconds,
+                f"Time that the engine loop has spent in {part}, in seconds.",
+            )
             for part, seconds in heartbeat.seconds.items()
         }
         for name, (value, text) in counters.items():
@@ -228,7 +231,7 @@ class EngineSource(Source):
     def _waiting_by_reason(self, client: EngineClient) -> Metric:
         gauge = GaugeMetricFamily(
             f"{self.prefix}:num_requests_waiting_by_reason",
-            "Requests in the queue: reason capacity if the engine is full, otherwise deferred.",
+            "Requests in the queue, by reason: capacity if the engine is full, otherwise deferred.",
             labels=["model_name", "reason"],
         )
         waiting = len(client.queue_bound.waiting)
@@ -274,7 +277,7 @@ class EngineSource(Source):
             "num_requests_running": (heartbeat.running, "Sequences that are running."),
             "num_requests_waiting": (
                 len(client.queue_bound.waiting),
-                "Requests in the queue, waiting for their first step.",
+                "Requests in the queue that wait for their first step.",
             ),
             "num_tokens_waiting": (
                 client.queue_bound.tokens,
@@ -288,12 +291,15 @@ class EngineSource(Source):
                 heartbeat.blocks_used / blocks if blocks else 0.0,
                 "Fraction of KV blocks in use, from 0 to 1.",
             ),
-            "kv_blocks_used": (heartbeat.blocks_used, "KV blocks held by running sequences."),
+            "kv_blocks_used": (heartbeat.blocks_used, "KV blocks that running sequences use."),
             "kv_blocks_cached": (
                 heartbeat.blocks_cached,
-                "KV blocks that no sequence holds and that a prompt can reuse.",
+                "KV blocks that no sequence uses and whose KV a prompt can reuse.",
             ),
-            "kv_blocks_free": (heartbeat.blocks_free, "KV blocks that hold nothing."),
+            "kv_blocks_free": (
+                heartbeat.blocks_free,
+                "KV blocks that are free and hold no reusable KV.",
+            ),
             "kv_blocks_total": (
                 loaded.num_blocks if loaded else 0,
                 "All KV blocks on the device: used, cached and free.",
@@ -480,12 +486,12 @@ class Metrics:
         )
         self.iteration = self._histogram(
             "iteration_tokens_total",
-            "Prompt tokens computed and tokens generated in one step.",
+            "Number of prompt tokens computed and tokens generated in a step.",
             ITERATION,
         )
 
     def _add_request_histograms(self) -> None:
-        """Add what is known of a request when it has finished."""
+        """Add histograms that are updated when a request finishes."""
         self.inference_time = self._histogram(
             "request_inference_time_seconds",
             "Time from the first step to the last token, in seconds.",
@@ -493,26 +499,30 @@ class Metrics:
         )
         self.computed_lengths = self._histogram(
             "request_prefill_kv_computed_tokens",
-            "Prompt tokens of a finished request that were not in the prefix cache.",
+            "Number of prompt tokens of a finished request that were not in the prefix cache.",
             LENGTHS,
         )
         self.params_n = self._histogram(
-            "request_params_n", "Completions that a finished request asked for.", COUNTS
+            "request_params_n",
+            "Number of completions that a finished request asked for (n).",
+            COUNTS,
         )
         self.params_max_tokens = self._histogram(
             "request_params_max_tokens",
-            "Most tokens that a finished request could generate.",
+            "Maximum number of tokens that a finished request could generate.",
             LENGTHS,
         )
         self.prompt_lengths = self._histogram(
-            "request_prompt_tokens", "Prompt tokens of a finished request.", LENGTHS
+            "request_prompt_tokens", "Number of prompt tokens of a finished request.", LENGTHS
         )
         self.reply_lengths = self._histogram(
-            "request_generation_tokens", "Tokens generated for a finished sequence.", LENGTHS
+            "request_generation_tokens",
+            "Number of tokens generated for a finished sequence.",
+            LENGTHS,
         )
         self.longest_replies = self._histogram(
             "request_max_num_generation_tokens",
-            "Tokens of the longest sequence of a finished request.",
+            "Number of generated tokens of the longest sequence of a finished request.",
             LENGTHS,
         )
 
@@ -574,7 +584,9 @@ class Metrics:
 
     def _add_classic_metrics(self) -> None:
         """Add three metrics that have no prefix."""
-        self.classic_requests = self._counter("inference_requests", "Requests finished.", {})
+        self.classic_requests = self._counter(
+            "inference_requests", "Requests that have finished.", {}
+        )
         self.classic_tokens = self._counter("inference_tokens_generated", "Tokens generated.", {})
         self.classic_latency = Tally(
             "inference_request_latency_seconds",
