@@ -242,15 +242,15 @@ def resolve_kv_dtype(options: EngineOptions, model: ModelFacts) -> str:
         return model.kv_dtype
     if asked not in model.kv_dtypes:
         raise InvalidRequest(
-            f"kv_cache_dtype {asked} cannot be used here: beside {model.dtype} activations this "
-            f"device's kernels read {', '.join(model.kv_dtypes)}. Use one of those, or auto",
+            f"kv_cache_dtype {asked} is not supported: with {model.dtype} activations, the kernels "
+            f"of this device read {', '.join(model.kv_dtypes)}. Use one of these types, or auto",
             "kv_cache_dtype",
         )
     # Otherwise the scales would not be aligned.
     if asked in KV_CODES and model.config.head_dim % 4:
         raise InvalidRequest(
-            "kv_cache_dtype int8 or fp8 needs heads of a multiple of 4 numbers, this model's have "
-            f"{model.config.head_dim}: use auto",
+            "kv_cache_dtype int8 or fp8 needs a head_dim that is a multiple of 4, but this model "
+            f"has head_dim {model.config.head_dim}: use auto",
             "kv_cache_dtype",
         )
     return asked
@@ -289,8 +289,8 @@ def resolve_schedule(options: EngineOptions, model: ModelFacts, kind: str) -> Sc
 def check_exit_layer(speculative: SpeculativeConfig | None, config: ModelConfig) -> None:
     if speculative is not None and speculative.exit_layer >= config.num_layers:
         raise InvalidRequest(
-            f"early_exit,layer={speculative.exit_layer} uses all of the model: it has "
-            f"{config.num_layers} layers, so give a smaller number",
+            f"early_exit,layer={speculative.exit_layer} is too large: the model has "
+            f"{config.num_layers} layers, and the drafter needs fewer. Give a smaller number",
             "speculative_config",
         )
 
@@ -364,8 +364,8 @@ def check_moves_keys(options: EngineOptions, model: ModelFacts, kv_dtype: str) -
         )
     if kv_dtype in KV_CODES:
         raise InvalidRequest(
-            f"kv_eviction {eviction} moves keys to other positions, and compressed ones would lose "
-            "by it each time: use kv_cache_dtype auto",
+            f"kv_eviction {eviction} moves keys to other positions, and compressed keys would lose "
+            "precision each time: use kv_cache_dtype auto",
             "kv_eviction",
         )
 
@@ -581,8 +581,8 @@ def load_tokenizer(
         )
     if tokenizer.vocab_size < PADDED_VOCABULARY * vocab_size:
         log.warning(
-            "the tokenizer has %s tokens and the model %s: tokens beyond the tokenizer's have no "
-            "text. Is it this model's tokenizer?",
+            "the tokenizer has %s tokens, but the model has %s: the other tokens have no text. "
+            "Check that the tokenizer belongs to this model",
             f"{tokenizer.vocab_size:,}",
             f"{vocab_size:,}",
         )
@@ -608,7 +608,7 @@ def pick_device(asked: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest(
             "device is cuda, but this machine has no usable NVIDIA GPU: use device='cpu' "
-            "(--device cpu), or leave the option out. octavo doctor says more",
+            "(--device cpu), or leave the option out. octavo doctor checks the GPU",
             "device",
         )
     return device

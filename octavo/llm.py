@@ -522,7 +522,7 @@ class LLM:
         if params.ranked:
             name = "use_beam_search" if params.use_beam_search else "best_of"
             raise InvalidRequest(
-                f"{name} cannot be streamed: which is best is known at the end",
+                f"{name} cannot be streamed, because the best text is known only at the end",
                 name,
                 "unsupported_parameter",
             )

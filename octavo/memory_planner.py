@@ -189,8 +189,8 @@ class TargetDevice:
             kind = "cuda" if has_gpu else "cpu"
         if kind == "cuda" and not has_gpu:
             raise InvalidRequest(
-                "this machine has no usable NVIDIA GPU: say how large a one to plan for, such as "
-                "--device-memory 80G",
+                "this machine has no usable NVIDIA GPU: give the memory of the GPU to plan for, as "
+                "in --device-memory 80G",
                 "device",
             )
         device = torch.device(options.device if ":" in options.device else kind)

@@ -69,7 +69,7 @@ class PromptReader:
         check_options(options)
         unused = template.unused(options)
         if unused:
-            log.warning("the chat template does not use %s: it has no effect", ", ".join(unused))
+            log.warning("options without effect on this chat template: %s", ", ".join(unused))
         ids = encode_chat(
             tokenizer,
             template,

@@ -163,14 +163,14 @@ def test_what_cannot_be_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
         LLM("/nowhere", kv_cache_dtype="fp8_e5m2")
     with pytest.raises(
         InvalidRequest,
-        match="kv_cache_dtype bfloat16 cannot be used here: beside float32 .* float32, float16",
+        match="kv_cache_dtype bfloat16 is not supported: with float32 .* float32, float16",
     ):
         make("llama", kv_cache_dtype="bfloat16")
     config = tiny.hf_model("gpt2").config.to_dict() | {
         "n_embd": 12,
         "architectures": ["GPT2LMHeadModel"],
     }
-    with pytest.raises(InvalidRequest, match="multiple of 4 numbers, this model's have 3"):
+    with pytest.raises(InvalidRequest, match="multiple of 4, but this model has head_dim 3"):
         LLM(
             config,
             load_format="dummy",

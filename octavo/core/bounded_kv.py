@@ -38,7 +38,8 @@ def check_kv_eviction(cache: CacheConfig, max_model_len: int) -> None:
     block_size = cache.block_size
     if cache.kv_eviction not in KV_EVICTIONS:
         raise InvalidRequest(
-            f"kv_eviction is {', '.join(KV_EVICTIONS)}, not {cache.kv_eviction!r}", "kv_eviction"
+            f"kv_eviction must be one of {', '.join(KV_EVICTIONS)}, got {cache.kv_eviction!r}",
+            "kv_eviction",
         )
     if cache.kv_eviction == "none":
         return
@@ -46,7 +47,7 @@ def check_kv_eviction(cache: CacheConfig, max_model_len: int) -> None:
     in_range = smallest <= cache.kv_budget <= max_model_len
     if not in_range or cache.kv_budget % block_size:
         raise InvalidRequest(
-            f"kv_budget {cache.kv_budget} cannot be kept: use a multiple of the block size "
+            f"kv_budget cannot be {cache.kv_budget}: use a multiple of the block size "
             f"{block_size}, from {smallest} ({cache.kv_sinks} blocks of sinks and two more) to "
             f"max_model_len ({max_model_len})",
             "kv_budget",

@@ -63,7 +63,8 @@ def parse_method(name: str, value: Any) -> SpeculativeConfig:
         value = from_json(name, value) if value.lstrip().startswith("{") else from_text(name, value)
     if not isinstance(value, Mapping):
         raise InvalidRequest(
-            f"{name} is METHOD[,k=N...] or a dictionary with a method, not {value!r:.100}", name
+            f"{name} must be METHOD[,k=N...] or a dictionary with a method, got {value!r:.100}",
+            name,
         )
     settings = {VLLM_NAMES.get(str(key), str(key)): value[key] for key in value}
     # vLLM names no method for a draft model.
@@ -140,11 +141,13 @@ def check(name: str, key: str, value: Any) -> Any:
         if isinstance(value, bool):
             return value
         if str(value).lower() not in SWITCH:
-            raise InvalidRequest(f"{label} is yes or no, not {value!r}", name)
+            raise InvalidRequest(f"{label} must be yes or no, got {value!r}", name)
         return SWITCH[str(value).lower()]
     if key == "model":
         if not isinstance(value, str | PathLike) or not str(value):
-            raise InvalidRequest(f"{label} is a directory or a model's name, not {value!r}", name)
+            raise InvalidRequest(
+                f"{label} must be a directory or a model's name, got {value!r}", name
+            )
         return str(value)
     if isinstance(value, str):
         try:

@@ -18,7 +18,7 @@ def advance_guide(guide: Guide, token: int, ended: bool) -> None:
     allowed."""
     if not guide.mask[token >> 3] >> (token & 7) & 1:
         raise GuideError(
-            f"the model gave token {token}, which structured_outputs do not allow here"
+            f"the model sampled token {token}, which structured_outputs do not allow here"
         )
     if not ended:
         guide.accept(token)

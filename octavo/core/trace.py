@@ -187,7 +187,7 @@ def _lines(path: str) -> Iterator[TraceEntry]:
                 entry = parse_line(line)
             except (ValueError, TypeError, AttributeError) as error:
                 if not line.endswith("\n"):
-                    log.warning("%s breaks off in line %d, which is left out", path, number)
+                    log.warning("%s ends in the middle of line %d, which is ignored", path, number)
                     return
                 raise InvalidRequest(
                     f"{path}, line {number} is not a request ({error}): a line is JSON with at "
@@ -202,7 +202,7 @@ def parse_line(line: str) -> TraceEntry:
     values = json.loads(line)
     entry = TraceEntry(**{name: value for name, value in values.items() if name in names})
     if entry.prompt < 1 or entry.output < 1 or not math.isfinite(entry.arrival):
-        raise ValueError("prompt and output are at least 1, arrival is a number")
+        raise ValueError("prompt and output must be at least 1, and arrival must be a number")
     return entry
 
 
@@ -253,10 +253,11 @@ class SyntheticTrace:
         in_range = 0 < parsed.rate < math.inf and 0 <= parsed.urgent <= 1 and parsed.shared >= 0
         if min(parsed.num_requests, parsed.groups, parsed.tenants) < 1 or not in_range:
             raise InvalidRequest(
-                f"{spec}: rate, n, groups and tenants are above 0, urgent is from 0 to 1", "trace"
+                f"{spec}: rate, n, groups and tenants must be above 0, and urgent from 0 to 1",
+                "trace",
             )
         if not 0 <= parsed.skew <= 10:
-            raise InvalidRequest(f"{spec}: skew is from 0 to 10", "trace")
+            raise InvalidRequest(f"{spec}: skew must be from 0 to 10", "trace")
         return parsed
 
     def group_weights(self) -> list[float]:
@@ -317,7 +318,7 @@ def _number(name: str, given: dict[str, str], kind: type[Number]) -> Number:
     except (ValueError, OverflowError):
         expected = "a whole number" if kind is int else "a number"
         raise InvalidRequest(
-            f"{name} of a synthetic trace is {expected}, not {text!r}", "trace"
+            f"{name} of a synthetic trace must be {expected}, got {text!r}", "trace"
         ) from None
 
 
@@ -328,8 +329,8 @@ def _lengths(name: str, given: dict[str, str]) -> tuple[int, int]:
     high = int(matched[2] or matched[1]) if matched else 0
     if not 1 <= low <= high:
         raise InvalidRequest(
-            f"{name} of a synthetic trace is a number of tokens, N or A-B, from 1 upwards, "
-            f"not {text!r}",
+            f"{name} of a synthetic trace must be a number of tokens, N or A-B, of at least 1, got "
+            f"{text!r}",
             "trace",
         )
     return low, high

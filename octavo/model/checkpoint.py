@@ -145,33 +145,32 @@ def read_header(path: Path) -> dict[str, Extent]:
     position = data_start
     for name, extent in in_order:
         if extent.begin != position:
-            raise _unsound(
+            raise _invalid_file(
                 path,
-                f"tensor {name!r} begins at byte {extent.begin}, not at {position} where the one "
-                "before it ends",
+                f"tensor {name!r} begins at byte {extent.begin}, but the previous tensor ends at "
+                f"byte {position}",
             )
         position = extent.end
     if position != size:
-        raise _unsound(path, f"its tensors end at byte {position}, the file at {size}")
+        raise _invalid_file(path, f"its tensors end at byte {position}, but it has {size} bytes")
     return dict(in_order)
 
 
-def _unsound(path: Path, reason: str) -> CheckpointError:
+def _invalid_file(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is not a sound safetensors file: {reason}. Download or convert it again"
+        f"{path} is not a valid safetensors file: {reason}. Download or convert it again"
     )
 
 
 def _header_bytes(file: BinaryIO, size: int, path: Path) -> bytes:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if size < LENGTH_BYTES or LENGTH_BYTES + length > size:
-        raise _unsound(
+        raise _invalid_file(
             path,
-            f"it has {size} bytes, its header alone would take {LENGTH_BYTES + length} "
-            "(truncated?)",
+            f"it has {size} bytes, but its header alone needs {LENGTH_BYTES + length} (truncated?)",
         )
     if length > MAX_HEADER:
-        raise _unsound(path, f"its header claims {length} bytes, more than {MAX_HEADER}")
+        raise _invalid_file(path, f"its header claims {length} bytes, more than {MAX_HEADER}")
     return file.read(length)
 
 
@@ -179,12 +178,12 @@ def _parse_header(encoded: bytes, path: Path) -> dict[str, Any]:
     try:
         header = json.loads(encoded.decode(), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise _unsound(path, f"its header is not JSON: {error}") from None
+        raise _invalid_file(path, f"its header is not JSON: {error}") from None
     if not isinstance(header, dict):
-        raise _unsound(path, "its header is not a JSON object")
+        raise _invalid_file(path, "its header is not a JSON object")
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
-        raise _unsound(path, f"it names {len(header)} tensors, more than {MAX_TENSORS}")
+        raise _invalid_file(path, f"it names {len(header)} tensors, more than {MAX_TENSORS}")
     return header
 
 
@@ -195,22 +194,24 @@ def _extent(name: str, entry: Any, data_start: int, path: Path) -> Extent:
         shape = entry["shape"]
         offsets = entry["data_offsets"]
     except (TypeError, KeyError):
-        raise _unsound(path, f"tensor {name!r} lacks dtype, shape or data_offsets") from None
+        raise _invalid_file(path, f"tensor {name!r} lacks dtype, shape or data_offsets") from None
     if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
-        raise _unsound(
-            path, f"tensor {name!r} has dtype {dtype_name!r}; known are {', '.join(DTYPES)}"
+        raise _invalid_file(
+            path,
+            f"tensor {name!r} has dtype {dtype_name!r}, but the known types are "
+            f"{', '.join(DTYPES)}",
         )
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise _unsound(
+        raise _invalid_file(
             path,
-            f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}: not lists of "
-            "whole numbers",
+            f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}, but both must be "
+            "lists of whole numbers",
         )
     begin, end = offsets
     dtype = DTYPES[dtype_name]
     too_large = math.prod(dimension or 1 for dimension in shape) >= 2**63
     if too_large or math.prod(shape) * dtype.itemsize != end - begin:
-        raise _unsound(
+        raise _invalid_file(
             path,
             f"tensor {name!r} of dtype {dtype_name} and shape {shape} does not take the "
             f"{end - begin} bytes it is given",

@@ -291,7 +291,7 @@ def parse_draft_config(checkpoint: Checkpoint, target: ModelConfig) -> DraftConf
     num_layers = fields.positive_int("num_hidden_layers", 1)
     if num_layers != 1:
         raise ModelError(
-            f"config.json: a draft head has 1 layer, num_hidden_layers is {num_layers}"
+            f"config.json: a draft head must have 1 layer, but num_hidden_layers is {num_layers}"
         )
     heads = head_sizes(fields)
     target_vocab_size = fields.positive_int("vocab_size", target.vocab_size)

@@ -74,7 +74,7 @@ class _Cursor:
 
     def bad(self, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path} is not a sound GGUF file: {reason}. Download or convert it again"
+            f"{self.path} is not a valid GGUF file: {reason}. Download or convert it again"
         )
 
     def skip(self, nbytes: int) -> int:
@@ -94,7 +94,7 @@ class _Cursor:
     def count(self, layout: str, description: str, maximum: int) -> int:
         value: int = self.number(layout)
         if value > maximum:
-            raise self.bad(f"{value} {description}, more than {maximum}")
+            raise self.bad(f"it has {value} {description}, but at most {maximum} are allowed")
         return value
 
     def string(self) -> str:
@@ -136,9 +136,12 @@ class _Cursor:
         if value_type == STRING:
             return self.string()
         if value_type != ARRAY:
-            raise self.bad(f"value type {value_type} at byte {self.position}; known are 0 to 12")
+            raise self.bad(
+                f"the value at byte {self.position} has type {value_type}, but the known types are "
+                "0 to 12"
+            )
         if depth == MAX_NESTING:
-            raise self.bad(f"arrays nested deeper than {MAX_NESTING}")
+            raise self.bad(f"arrays are nested more than {MAX_NESTING} levels deep")
         item_type = self.number("<I")
         count = self.count("<Q", "array items", MAX_ARRAY)
         if item_type == STRING:
@@ -165,7 +168,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
 def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     cursor.skip(4)
     if (version := cursor.number("<I")) not in (2, 3):
-        raise cursor.bad(f"version {version:#x}; versions 2 and 3, little-endian, are read")
+        raise cursor.bad(
+            f"its version is {version:#x}, but only versions 2 and 3, little-endian, are supported"
+        )
     num_tensors = cursor.count("<Q", "tensors", MAX_ENTRIES)
     num_keys = cursor.count("<Q", "metadata keys", MAX_ENTRIES)
 
@@ -193,11 +198,13 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
     offset = cursor.number("<Q")
     if format_id not in FORMATS:
         known = ", ".join(block_format.name for block_format in FORMATS.values())
-        raise cursor.bad(f"tensor {name!r} has format number {format_id}; known are {known}")
+        raise cursor.bad(
+            f"tensor {name!r} has format number {format_id}, but the known formats are {known}"
+        )
     if not shape or 0 in shape or math.prod(shape) >= 2**63:
         raise cursor.bad(
-            f"tensor {name!r} has shape {list(shape)}: no dimension may be 0, their product must "
-            "fit 63 bits"
+            f"tensor {name!r} has shape {list(shape)}: no dimension may be 0, and the product of "
+            "the dimensions must fit in 63 bits"
         )
     block_format = FORMATS[format_id]
     if shape[-1] % block_format.values:
@@ -215,7 +222,7 @@ def _locate_tensors(
     """Return the tensors in file order, with positions in the file. The cursor is at the data."""
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise cursor.bad(f"its alignment is {alignment!r}, not a power of two")
+        raise cursor.bad(f"its alignment is {alignment!r}, but it must be a power of two")
     data_start = cursor.position + -cursor.position % alignment
     in_order = {}
     previous_end = 0
@@ -224,13 +231,14 @@ def _locate_tensors(
         end = data_start + tensor_info.end
         if tensor_info.begin % alignment or tensor_info.begin < previous_end:
             raise cursor.bad(
-                f"tensor {name!r} begins at offset {tensor_info.begin}: unaligned, or within the "
-                "one before it"
+                f"tensor {name!r} begins at offset {tensor_info.begin}, which is unaligned or "
+                "inside the previous tensor"
             )
         previous_end = tensor_info.end
         if end > len(cursor.data):
             raise cursor.bad(
-                f"tensor {name!r} ends at byte {end}, the file at {len(cursor.data)} (truncated?)"
+                f"tensor {name!r} ends at byte {end}, but the file has {len(cursor.data)} bytes "
+                "(truncated?)"
             )
         in_order[name] = tensor_info._replace(begin=begin, end=end)
     return in_order
@@ -249,7 +257,8 @@ def open_gguf(path: Path) -> Checkpoint:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise CheckpointError(
-            f"{path} holds a model of type {architecture!r}; read are {', '.join(ARCHITECTURES)}"
+            f"{path} holds a model of type {architecture!r}, but the supported types are "
+            f"{', '.join(ARCHITECTURES)}"
         )
 
     tensors: dict[str, StoredTensor] = {}
@@ -443,7 +452,7 @@ class _Metadata:
         value = self.values.get(full_key, default)
         if value is None or not accept(value):
             raise CheckpointError(
-                f"{self.path}: metadata {full_key!r} must be {requirement}, it is {str(value)[:80]}"
+                f"{self.path}: metadata {full_key!r} must be {requirement}, got {str(value)[:80]}"
             )
         return value
 
@@ -475,8 +484,8 @@ def _refuse_keys(metadata: _Metadata) -> None:
         if full_key in metadata.values and metadata.values[full_key] not in neutral:
             raise CheckpointError(
                 f"{metadata.path}: metadata {full_key!r} is "
-                f"{str(metadata.values[full_key])[:80]}, which is not supported; "
-                f"{' or '.join(map(str, neutral))} is"
+                f"{str(metadata.values[full_key])[:80]}, but only "
+                f"{' or '.join(map(str, neutral))} is supported"
             )
 
 
@@ -485,8 +494,8 @@ def _config(metadata: _Metadata, tensor_infos: dict[str, TensorInfo]) -> dict[st
     _refuse_keys(metadata)
     if "token_embd.weight" not in tensor_infos:
         raise CheckpointError(
-            f"{metadata.path} has no tensor token_embd.weight: "
-            "not a language model, or only a part of one"
+            f"{metadata.path} has no tensor token_embd.weight: it is not a language model, or only "
+            "a part of one"
         )
     config = _common_config(metadata, tensor_infos)
     if metadata.architecture == "gpt2":
@@ -611,8 +620,8 @@ def _rope_scaling(metadata: _Metadata) -> dict[str, Any] | None:
         return None
     if rope_type not in ("linear", "yarn"):
         raise CheckpointError(
-            f"{metadata.path}: rope scaling {rope_type!r} is not supported; none, linear and "
-            "yarn are"
+            f"{metadata.path}: rope scaling {rope_type!r} is not supported: only none, linear and "
+            "yarn are supported"
         )
     scaling: dict[str, Any] = {
         "rope_type": rope_type,

@@ -261,7 +261,7 @@ def choose_formats(
 def _warn_of_slow_products(weight_format: WeightFormat) -> None:
     log.warning(
         "%s has no CPU kernels: every product converts the whole weight, which is slow. "
-        "--quant int8 is as small and fast",
+        "Use --quant int8, which is as small and fast",
         weight_format,
     )
 
@@ -322,7 +322,7 @@ def choose_dtype(asked: str, config: ModelConfig) -> str:
     """Return the name of the data type of activations; "auto" is the checkpoint's."""
     dtype = config.dtype if asked == "auto" else asked
     if dtype not in DTYPE_BYTES:
-        raise ModelError(f"dtype is auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}")
+        raise ModelError(f"dtype must be one of auto, {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     return dtype
 
 
@@ -401,7 +401,7 @@ def largest_group(wanted: WeightFormat | str, checkpoint: Checkpoint) -> int:
 
 def _find_checkpoint(model: str | Path | dict[str, Any] | None, options: LoadOptions) -> Checkpoint:
     if options.load_format not in ("auto", "dummy"):
-        raise ModelError(f"load_format is 'auto' or 'dummy', not {options.load_format!r}")
+        raise ModelError(f"load_format must be auto or dummy, got {options.load_format!r}")
     if not isinstance(model, dict):
         return open_checkpoint(model, options.revision, weights=options.load_format == "auto")
     if options.load_format != "dummy":

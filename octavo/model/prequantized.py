@@ -68,8 +68,8 @@ def joined(
                 if tensor is None and part_name != "g_idx"
             ]:
                 raise CheckpointError(
-                    f"{source}: {name} is there, but not {', '.join(missing)} beside it. "
-                    "Download it again"
+                    f"{source} has {name}, but lacks {', '.join(missing)} of the same weight. "
+                    "Download the checkpoint again"
                 )
             result[f"{weight_name}.weight"] = _join(
                 scheme,
@@ -102,8 +102,8 @@ def _join(scheme: Scheme, parts: dict[str, StoredTensor], description: str) -> S
             )
         if zeros is not None and bool((zeros != 8).any()):
             raise CheckpointError(
-                f"{description} has zeros that are not 8, though it is said to be symmetric: use "
-                'quantization="none"'
+                f"{description} has zeros other than 8, although config.json says that it is "
+                'symmetric: use quantization="none"'
             )
         return QuantWeight(weight_format, inputs, packed, half_scale, None)
 
@@ -141,7 +141,7 @@ def _read_parts(
     ):
         listing = ", ".join(f"{part_name} {dtype}" for part_name, dtype in dtypes.items())
         raise CheckpointError(
-            f"{description} must have codes of int32 and scales of floats, not {listing}"
+            f"{description} must have int32 codes and floating-point scales, got {listing}"
         )
     return scheme.read(tensors)
 
@@ -162,7 +162,7 @@ def _size(scheme: Scheme, parts: dict[str, StoredTensor], description: str) -> t
             return outputs, inputs
     shapes = ", ".join(f"{part_name} {list(shape)}" for part_name, shape in shapes_given.items())
     raise CheckpointError(
-        f"{description} has tensors whose shapes make no weight in groups of "
+        f"{description} has tensors whose shapes do not fit a weight with groups of "
         f"{scheme.format.group_size}: {shapes}"
     )
 
@@ -174,9 +174,8 @@ def _scheme(quantization_config: dict[str, Any], source: str) -> Scheme:
     method = quantization_config["quant_method"]
     if method not in METHODS:
         raise CheckpointError(
-            f"{source}: weights quantised by {method!r} are not read; known are octavo, "
-            f"{', '.join(METHODS)}. "
-            "Take the checkpoint it was made from, and --quant"
+            f"{source}: the quantisation method {method!r} is not supported, only octavo, "
+            f"{', '.join(METHODS)}. Use the unquantised checkpoint with --quant"
         )
     if method == "compressed-tensors":
         return _compressed(quantization_config, source)
@@ -227,7 +226,7 @@ def _compressed(quantization_config: dict[str, Any], source: str) -> Scheme:
         or any(weight_config != weights[0] for weight_config in weights)
     ):
         raise CheckpointError(
-            f"{source}: quantization_config.config_groups must hold one way to quantise weights"
+            f"{source}: quantization_config.config_groups must describe one format of weights"
         )
     wanted = {
         "num_bits": 4,
@@ -282,10 +281,7 @@ def _read_gptq(
     if group_index is not None and not torch.equal(
         group_index.long(), torch.arange(2 * codes.shape[1]) // group_size
     ):
-        raise CheckpointError(
-            f"{source}: inputs are grouped in another order than they have (desc_act), which is "
-            "not read"
-        )
+        raise CheckpointError(f"{source}: groups in activation order (desc_act) are not supported")
     return codes, parts["scales"].t(), _nibbles(parts["qzeros"]).t() + zero_offset
 
 

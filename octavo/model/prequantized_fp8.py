@@ -60,8 +60,8 @@ def joined(
         input_scale = tensors.get(f"{prefix}.input_scale")
         if scheme.format.static_activations and input_scale is None:
             raise CheckpointError(
-                f"{source}: {name} is there, but not {prefix}.input_scale beside it, although "
-                "the scales of activations are static. Download the checkpoint again"
+                f"{source} has {name}, but lacks {prefix}.input_scale, which static scales of "
+                "activations need. Download the checkpoint again"
             )
         result[name] = _join(scheme.format, tensor, scale, input_scale, f"{source}: {name}")
     return result
@@ -149,7 +149,7 @@ def want(source: str, field: str, actual: Any, *allowed: Any) -> None:
     if actual not in allowed:
         names = " or ".join(map(repr, allowed))
         raise CheckpointError(
-            f"{source}: quantization_config has {field} {actual!r}, and only {names} is read"
+            f"{source}: quantization_config has {field} {actual!r}, but only {names} is supported"
         )
 
 
@@ -191,8 +191,8 @@ def _compressed(config: dict[str, Any], source: str) -> Fp8Scheme:
         formats.add(_group_format(weights, entry.get("input_activations"), source))
     if len(formats) != 1:
         raise CheckpointError(
-            f"{source}: quantization_config.config_groups must hold one way to quantise weights "
-            f"and activations, not {len(formats)}"
+            f"{source}: quantization_config.config_groups must describe one format of weights and "
+            f"activations, got {len(formats)}"
         )
     return Fp8Scheme(formats.pop(), "weight_scale")
 

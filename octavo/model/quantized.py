@@ -115,8 +115,8 @@ def joined(
         )
         if weight_format is None or type(name_and_inputs[1]) is not int or name_and_inputs[1] < 1:
             raise CheckpointError(
-                f"{source}/config.json: quantization_config says {entry!r} of {name}, "
-                "which is no format"
+                f"{source}/config.json: quantization_config has no valid format for {name}: "
+                f"{entry!r}"
             )
         result[name] = _join(name, weight_format, name_and_inputs[1], result, source)
     return result

@@ -52,7 +52,7 @@ def rope_config(fields: Fields, parameters: dict[str, Any], theta: float) -> Rop
     )
     if not isinstance(rope_type, str) or rope_type not in REQUIRED:
         raise ModelError(
-            f"config.json: rope type {rope_type!r} is not supported; supported: "
+            f"config.json: rope type {rope_type!r} is not supported: use one of "
             f"{', '.join(sorted(REQUIRED))}"
         )
     # The trained length is filled in here, so that the table depends on `scaling` alone.

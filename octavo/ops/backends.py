@@ -99,9 +99,7 @@ def device_backend(device: str) -> Ops:
 
         return TritonOps()
     except ImportError as missing:
-        log.warning(
-            "Triton cannot be used (%s): running plain PyTorch, several times slower", missing
-        )
+        log.warning("Triton cannot be used (%s): plain PyTorch is several times slower", missing)
         return ReferenceOps()
 
 

@@ -290,7 +290,7 @@ class Record:
         """Raise DiskMiss unless the checksum of all of KV is right."""
         if _kv_checksum(data) != self.kv_checksum:
             self.disk.remove(self.hash)
-            raise DiskMiss("corrupt", "checksum of KV")
+            raise DiskMiss("corrupt", "the checksum of the KV differs")
 
     def close(self, used: bool = False) -> None:
         """Close the file. `used`: other records are removed before this one."""

@@ -217,7 +217,7 @@ def _token_id(metadata: dict[str, Any], role: str, vocab_size: int) -> int | Non
         return None
     if type(token_id) is not int or not 0 <= token_id < vocab_size:
         raise ModelError(
-            f"the GGUF file is damaged: {role}_token_id is {token_id!r}, the vocabulary has "
+            f"the GGUF file is damaged: {role}_token_id is {token_id!r}, but the vocabulary has "
             f"{vocab_size} tokens"
         )
     return token_id

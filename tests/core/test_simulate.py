@@ -312,4 +312,6 @@ def test_a_trace_that_breaks_off_is_read_as_far_as_it_goes(
 ) -> None:
     line = json.dumps({"arrival": 1.0, "prompt": 3, "output": 2})
     (tmp_path / "t").write_text(f"{line}\n{line[:20]}")
-    assert len(trace.read(str(tmp_path / "t"))) == 1 and "breaks off in line 2" in caplog.text
+    assert (
+        len(trace.read(str(tmp_path / "t"))) == 1 and "ends in the middle of line 2" in caplog.text
+    )

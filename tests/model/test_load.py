@@ -207,7 +207,7 @@ BAD_HEADERS: dict[str, tuple[object, bytes]] = {
 
 @pytest.mark.parametrize("case", BAD_HEADERS)
 def test_damaged_headers_are_refused(tmp_path: Path, case: str) -> None:
-    with pytest.raises(CheckpointError, match=r"bad\.safetensors is not a sound safetensors file"):
+    with pytest.raises(CheckpointError, match=r"bad\.safetensors is not a valid safetensors file"):
         read_header(write_raw(tmp_path / "bad.safetensors", *BAD_HEADERS[case]))
 
 
@@ -703,7 +703,7 @@ def test_weights_of_another_dtype_are_converted_and_unknown_ones_refused(tmp_pat
         and model.embed.dtype == torch.float32
         and torch.equal(model.embed, given["embed.weight"].float())
     )
-    with pytest.raises(ModelError, match="dtype is auto, .*not 'int4'"):
+    with pytest.raises(ModelError, match="dtype must be one of auto, .*got 'int4'"):
         load_model(
             str(write_directory(tmp_path, given, CONFIG | {"torch_dtype": "int4"})),
             ops=NO_OPS,
@@ -777,7 +777,7 @@ def test_a_tokenizer_much_smaller_than_the_model_is_warned_of(
         caplog.clear()
         fields = dict(tiny.SMALL, vocab_size=vocabulary, architectures=["LlamaForCausalLM"])
         LLM(fields, load_format="dummy", tokenizer=tiny.model_dir(), device="cpu", progress=False)
-        assert ("the tokenizer has 262 tokens and the model 1,000" in caplog.text) is warned
+        assert ("the tokenizer has 262 tokens, but the model has 1,000" in caplog.text) is warned
 
 
 def test_a_directory_without_a_tokenizer_names_the_option(tmp_path: Path) -> None:

@@ -200,16 +200,16 @@ def changed(about: dict[str, Any], **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("case", "about", "message"),
     [
-        ("gptq", changed(GPTQ, desc_act=True), "has desc_act True, and only False is read"),
-        ("gptq", changed(GPTQ, bits=3), "has bits 3, and only 4 is read"),
-        ("gptq", changed(GPTQ, group_size=-1), "has group_size -1, and only 32 or 64 or 128"),
+        ("gptq", changed(GPTQ, desc_act=True), "has desc_act True, but only False is supported"),
+        ("gptq", changed(GPTQ, bits=3), "has bits 3, but only 4 is supported"),
+        ("gptq", changed(GPTQ, group_size=-1), "has group_size -1, but only 32 or 64 or 128"),
         ("gptq", changed(GPTQ, checkpoint_format="marlin"), "has checkpoint_format 'marlin'"),
-        ("awq", changed(AWQ, version="gemv"), "has version 'gemv', and only 'gemm' is read"),
+        ("awq", changed(AWQ, version="gemv"), "has version 'gemv', but only 'gemm' is supported"),
         ("compressed-tensors", changed(COMPRESSED, symmetric=False), "has symmetric False"),
         (
             "compressed-tensors",
             changed(COMPRESSED, actorder="group"),
-            "has actorder 'group', and only None",
+            "has actorder 'group', but only None",
         ),
         ("compressed-tensors", changed(COMPRESSED, num_bits=8), "has num_bits 8"),
         (
@@ -220,12 +220,12 @@ def changed(about: dict[str, Any], **fields: Any) -> dict[str, Any]:
         (
             "compressed-tensors",
             {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "must hold one way",
+            "must describe one format",
         ),
         (
             "awq",
             {"quant_method": "bitsandbytes"},
-            "quantised by 'bitsandbytes' are not read; known are octavo, gptq, awq",
+            "method 'bitsandbytes' is not supported, only octavo, gptq, awq",
         ),
     ],
 )
@@ -255,16 +255,16 @@ Q = f"{LAYER}self_attn.q_proj"
     [
         (
             lambda t: t[f"{Q}.g_idx"].copy_(t[f"{Q}.g_idx"].flip(0)),
-            "in another order than they have",
+            "groups in activation order \\(desc_act\\)",
         ),
-        (lambda t: t[f"{Q}.qzeros"].fill_(0), "zeros that are not 8"),
+        (lambda t: t[f"{Q}.qzeros"].fill_(0), "zeros other than 8"),
         (
             lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"].float() / 3}),
             "scales that float16 cannot hold",
         ),
         (
             lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"].float()}),
-            "must have codes of int32 and scales of floats",
+            "must have int32 codes and floating-point scales",
         ),
     ],
 )
@@ -294,12 +294,14 @@ def test_parts_whose_shapes_contradict_each_other_are_told(
 ) -> None:
     write(tmp_path, *CASES["gptq"])
     spoil(tmp_path, lambda t: t.update({f"{Q}.{part}": change(t[f"{Q}.{part}"])}))
-    with pytest.raises(CheckpointError, match="shapes make no weight in groups of 32"):
+    with pytest.raises(CheckpointError, match="shapes do not fit a weight with groups of 32"):
         open_checkpoint(tmp_path)
 
 
 def test_a_part_that_is_missing_is_told(tmp_path: Path) -> None:
     write(tmp_path, *CASES["awq"])
     spoil(tmp_path, lambda t: t.pop(f"{Q}.qzeros"))
-    with pytest.raises(CheckpointError, match=r"q_proj.qweight is there, but not qzeros beside it"):
+    with pytest.raises(
+        CheckpointError, match=r"q_proj.qweight, but lacks qzeros of the same weight"
+    ):
         open_checkpoint(tmp_path)

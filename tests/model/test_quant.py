@@ -318,11 +318,11 @@ def test_without_kernels_a_quantised_checkpoint_is_dequantised(tmp_path: Path) -
         (lambda about: about.update(weights=3), "has no list of weights"),
         (
             lambda about: about["weights"].update({"model.embed_tokens.weight": ["int5", 32]}),
-            "which is no format",
+            "has no valid format for",
         ),
         (
             lambda about: about["weights"].update({"model.embed_tokens.weight": [["int8"], 32]}),
-            "which is no format",
+            "has no valid format for",
         ),
         (
             lambda about: about["weights"].update({"model.embed_tokens.weight": ["int8", 31]}),

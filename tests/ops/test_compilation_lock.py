@@ -64,7 +64,7 @@ def test_a_process_waits_until_the_other_dies(
     waiter = Waiter(mark)
     assert not waiter.has_lock.wait(1.0)
     assert [record.message for record in caplog.records] == [
-        "another process compiles CPU kernels: waiting until it is done"
+        "another process compiles the CPU kernels, and this process waits for it"
     ]
     holder.kill()
     assert waiter.has_lock.wait(10.0)
@@ -88,7 +88,7 @@ def test_a_process_does_not_wait_for_a_suspended_one_forever(
 ) -> None:
     monkeypatch.setattr(thread_pool, "MOST_WAITING_SECONDS", 0.5)
     assert Waiter(mark).has_lock.wait(10.0)
-    assert "this one compiles too" in caplog.text
+    assert "this process compiles them too" in caplog.text
     assert holder.poll() is None
 
 

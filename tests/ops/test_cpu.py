@@ -411,7 +411,7 @@ def test_without_kernels_the_reference_computes_and_says_why() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert [round(float(v), 1) for v in done.stdout.strip("[]\n").split(",")] == [40.0] * 3
-    assert "CPU kernels are off (OCTAVO_CPU_ISA=none)" in done.stderr
+    assert "CPU kernels cannot be used (OCTAVO_CPU_ISA=none)" in done.stderr
 
 
 def test_an_unknown_instruction_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,10 +95,14 @@ def compilation_lock(mark: Path) -> Iterator[None]:
             except OSError:  # This file system has no locks.
                 break
             if waited > MOST_WAITING_SECONDS:
-                log.warning("another process still compiles CPU kernels: this one compiles too")
+                log.warning(
+                    "another process still compiles the CPU kernels: this process compiles them too"
+                )
                 break
             if waited > SECONDS_UNTIL_NOTICE and not noticed:
-                log.warning("another process compiles CPU kernels: waiting until it is done")
+                log.warning(
+                    "another process compiles the CPU kernels, and this process waits for it"
+                )
                 noticed = True
             time.sleep(0.1)
         yield
@@ -112,7 +116,7 @@ def kernels() -> ModuleType | None:
     """
     isa = instruction_set()
     if isinstance(isa, str):
-        log.warning("CPU kernels are off (%s): plain PyTorch is used, several times slower", isa)
+        log.warning("CPU kernels cannot be used (%s): plain PyTorch is several times slower", isa)
         return None
     import numba
 
