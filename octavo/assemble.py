@@ -84,7 +84,7 @@ Progress = bool | Callable[[float], None]  # show a bar, or call with the fracti
 
 @dataclass(frozen=True)
 class DraftFacts:
-    """What `resolve` needs to know of a draft head or a draft model."""
+    """The facts about a draft head or a draft model that `resolve` needs."""
 
     max_position: int
     weights: int  # bytes
@@ -102,7 +102,7 @@ class DraftFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What `resolve` needs to know of a model."""
+    """The facts about a model that `resolve` needs."""
 
     config: ModelConfig
     parameters: int
@@ -135,7 +135,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What `resolve` needs to know of a device. Sizes are in bytes."""
+    """The facts about a device that `resolve` needs. Sizes are in bytes."""
 
     kind: str  # "cuda" or "cpu"
     free: int  # free bytes after the weights are loaded
@@ -161,7 +161,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What the options ask of a device before its KV pool is sized. Sizes are in bytes."""
+    """The memory that the options need before the KV pool is sized. Sizes are in bytes."""
 
     schedule: ScheduleConfig  # max_model_len is not decided yet
     block_size: int
@@ -751,7 +751,7 @@ def share_device(facts: list[DeviceFacts]) -> DeviceFacts:
 
 @dataclass(frozen=True)
 class TierFacts:
-    """What the ranks must agree on before the first step."""
+    """The values on which the ranks must agree before the first step."""
 
     host_blocks: int
     known_hashes: frozenset[bytes]  # on disk

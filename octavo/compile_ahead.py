@@ -26,7 +26,7 @@ GPU_SHARE = 0.85  # fraction of the free GPU memory that all processes may use
 
 
 class Compiled(NamedTuple):
-    """What was compiled."""
+    """The kernels that were compiled."""
 
     what: str
     seconds: float

@@ -151,7 +151,7 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How speculative decoding drafts tokens (octavo/core/speculation.py)."""
+    """Settings of speculative decoding (octavo/core/speculation.py)."""
 
     method: str  # octavo/core/draft_methods.py lists them
     num_tokens: int = 4  # drafts that one step verifies for a sequence, at most
@@ -211,7 +211,7 @@ class VllmConfig:
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Where LLM.start_profile writes its trace, and which steps the trace has."""
+    """The file that LLM.start_profile writes, and the steps that it covers."""
 
     torch_profiler_dir: str = ""
     delay_iterations: int = 0  # steps before the trace begins, if max_iterations is not 0
@@ -219,14 +219,14 @@ class ProfilerConfig:
     profiler: str = "torch"  # vLLM's name of the only kind
 
 
-# How hidden states of a prompt become a result: the state of the last token, the mean of all, or
-# all of them.
+# The poolings of the hidden states of a prompt: the state of the last token, the mean of all, or
+# all states.
 POOLINGS = ("last", "mean", "all")
 
 
 @dataclass(frozen=True)
 class PoolerConfig:
-    """How an embedding is made of the hidden states of a text. The names are vLLM's."""
+    """The pooling of hidden states to an embedding. The names are vLLM's."""
 
     pooling_type: str = "LAST"  # LAST or MEAN
     use_activation: bool = True  # Embeddings have length 1, unless a request says otherwise.

@@ -70,7 +70,7 @@ class NotEnoughMemory(OctavoError):
     """The weights or the smallest useful KV cache do not fit; the message names values that do."""
 
 
-# What to say if an allocation fails all the same.
+# The advice if an allocation fails all the same.
 MEMORY_RAN_OUT = (
     "memory ran out. Use a smaller model or quantised weights (--quant), fewer sequences at once "
     "(--max-num-seqs) or a shorter context (--max-model-len), or close other programs; "

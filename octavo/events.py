@@ -1,4 +1,4 @@
-"""What happens in an engine, as typed events. Counters for metrics, the event stream of the live
+"""Typed events of the engine. Counters for metrics, the event stream of the live
 page and of recordings, the trace recorder, hang detection and benchmarks listen to them; the engine
 knows none of these. Parts of the core that measure step times (StepShaper, TierIndex, Speculation)
 listen too.

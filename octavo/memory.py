@@ -1,4 +1,4 @@
-"""How much memory a model needs and how many tokens of KV fit beside it.
+"""Computes how much memory a model needs and how many tokens of KV fit beside it.
 
 device memory = weights + activations of the largest step + KV cache + a reserve
 host memory   = the host tier of the KV cache, if there is one

@@ -1,4 +1,4 @@
-"""How an option is declared: once, as a field of a dataclass, with default, check and help text.
+"""Declares an option once, as a field of a dataclass, with default, check and help text.
 
     port: Annotated[int, Option("Port to listen on.", metavar="N", check=whole(0, 65535))] = 8000
 
@@ -24,7 +24,7 @@ Check = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class Option:
-    """How the command line shows a field of a dataclass, and which values are allowed."""
+    """The declaration of an option: its help, its command-line flag and its allowed values."""
 
     help: str = ""  # If it is empty, the field is not an option of the command line.
     # The box of --help. None stands for the box of the command's own options.

@@ -1,4 +1,4 @@
-"""What LLM.generate returns. The names follow vLLM's offline API."""
+"""The results of LLM.generate. The names follow vLLM's offline API."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class PooledRequest:
-    """What the results of pooling have in common."""
+    """The common fields of pooling results."""
 
     request_id: str
     prompt_token_ids: list[int]

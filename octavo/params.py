@@ -1,4 +1,4 @@
-"""What a client may ask for: request parameters and their validation. Data only, no torch.
+"""Request parameters and their validation. Data only, no torch.
 
 StructuredOutputs   what the text must match
 SamplingParams      how tokens are chosen and when a text ends
@@ -284,7 +284,7 @@ class ReasoningMarks:
 
 
 class RequestOutputKind(Enum):
-    """What LLMEngine.step and AsyncLLM.generate return after each step. The names are vLLM's."""
+    """The kind of outputs of LLMEngine.step and AsyncLLM.generate. The names are vLLM's."""
 
     CUMULATIVE = 0  # the whole reply so far
     DELTA = 1  # what is new
@@ -508,7 +508,7 @@ class SamplingParams:
 
     @property
     def repetition(self) -> RepetitionDetectionParams | None:
-        """What ends a text that repeats itself. None: nothing does."""
+        """The rule that ends a text that repeats itself, or None."""
         asked = self.repetition_detection
         if asked is not None:
             return asked if asked.enabled else None

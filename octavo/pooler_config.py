@@ -1,4 +1,4 @@
-"""How a model makes embeddings, as the files of sentence-transformers beside it say."""
+"""Reads the pooling of a model from the files of sentence-transformers beside it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Vector = NDArray[np.float32]
 )
 @dataclass(slots=True)
 class PoolingParams:
-    """How a request wants its embedding. The names are those of the same class in vLLM."""
+    """The pooling parameters of a request. The names are those of the same class in vLLM."""
 
     dimensions: int | None = None  # keep this many leading values
     # Whether the embedding has length 1. None: as the model says.

@@ -1,4 +1,4 @@
-"""What a process uses, as Linux reports it in /proc: CPU time, memory, faults and switches.
+"""Reads the resource usage of a process from /proc: CPU time, memory, faults and switches.
 
 Works for any process of the same user, on any thread, without a library.
 """

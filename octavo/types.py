@@ -69,7 +69,7 @@ class Status(Enum):
 
 
 class DiskWait(Enum):
-    """Whether a sequence waits for blocks from disk before its admission."""
+    """The state of a sequence that may wait for blocks from disk before its admission."""
 
     NOT_ASKED = "not asked"
     WAITING = "waiting"
@@ -361,7 +361,7 @@ class StepResult:
 
 
 class DraftCount(NamedTuple):
-    """How many drafts of a sequence have been verified."""
+    """The numbers of verified drafts of a sequence."""
 
     accepted: int  # drafts that became tokens
     rejected: int  # drafts that did not

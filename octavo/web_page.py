@@ -22,7 +22,7 @@ TYPES = {
 }
 PLACEHOLDER = "@RECORDING@"
 IMPORT = re.compile(r'(from|import) "\./([\w.-]+)"')
-# What a page in a single file may load: nothing from elsewhere.
+# The content security policy of a page in a single file: it loads nothing from elsewhere.
 SINGLE_FILE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'"

@@ -27,7 +27,7 @@ FULL_STEPS = 0.5  # share of prefill steps that are full before the token budget
 
 @dataclass(frozen=True)
 class ServerActivity:
-    """What a server did in a period. Seconds and counts are those of the period."""
+    """Seconds and counts of a server in one period."""
 
     seconds: float
     device: str  # "cpu" or "cuda"

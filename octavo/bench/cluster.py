@@ -121,7 +121,7 @@ class Histogram:
 
 @dataclass
 class ClusterReport:
-    """What a simulation counts. Times are seconds from a request's arrival."""
+    """The counts of a simulation. Times are seconds from a request's arrival."""
 
     ttft: list[float]
     e2e: list[float]

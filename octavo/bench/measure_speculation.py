@@ -113,7 +113,7 @@ def parse_method(name: str, text: str) -> Method:
 
 
 class Case(NamedTuple):
-    """What all sides compute."""
+    """The requests that all sides compute."""
 
     workload: str
     streams: int  # requests at once
@@ -122,7 +122,7 @@ class Case(NamedTuple):
 
 @dataclass
 class Decoding:
-    """What one side did for a case: the steps after the first token of each request."""
+    """The work of one side for a case: the steps after the first token of each request."""
 
     seconds: float = 0.0
     tokens: int = 0

@@ -20,7 +20,7 @@ REQUEST_ID = re.compile(rb"\r\nx-request-id: *([\w-]+)", re.IGNORECASE)
 
 
 class ExpectedReply(NamedTuple):
-    """What a good reply has."""
+    """The properties of a correct reply."""
 
     tokens: int
     stream: bool = False

@@ -160,7 +160,7 @@ class ProfileSample:
 
 @dataclass
 class ServerProfile:
-    """What was observed."""
+    """The observations of a server."""
 
     processes: list[ServerProcess]
     samples: list[ProfileSample] = field(default_factory=list)

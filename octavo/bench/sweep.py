@@ -33,7 +33,7 @@ REQUESTS_PER_CLIENT = 2
 
 @dataclass(frozen=True)
 class GoodputTarget:
-    """What a request must meet to count for the goodput, in seconds."""
+    """The latency targets that a request must meet to count for the goodput, in seconds."""
 
     ttft: float
     itl: float

@@ -55,7 +55,7 @@ class RecordedRequest:
 
 @dataclass
 class PlannedStep:
-    """What a step computes, for the cost model."""
+    """The work of a step, for the cost model."""
 
     sampled: list[int] = field(default_factory=list)  # sequences
     prefill: int = 0

@@ -94,7 +94,7 @@ class HardwareRates(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a workload needs at least, however it is computed."""
+    """The least work that a workload needs, however it is computed."""
 
     flops: float
     read_bytes: float

@@ -216,7 +216,7 @@ FALLBACK = {"temperature": 0.4, "top_p": 0.9}
 
 @dataclass
 class SamplingOptions:
-    """How tokens are chosen and when a text ends."""
+    """The options that choose tokens and end a text."""
 
     temperature: Annotated[
         float | None,

@@ -84,7 +84,7 @@ def find_form_batch(schedule: ScheduleConfig) -> FormBatch | None:
 
 
 class Batches:
-    """Which requests may be admitted. If the mode forms no batches, all may."""
+    """The requests that may be admitted: all of them if the mode forms no batches."""
 
     def __init__(self, schedule: ScheduleConfig):
         self.schedule = schedule

@@ -57,7 +57,7 @@ class BlockPool:
         self.hash_index: dict[bytes, int] = {}
         self.quota = CacheQuota()
         self.evictions = 0
-        # What unpublish() has removed since PrefixCache.demote() cleared the list.
+        # Contents that unpublish() has removed since PrefixCache.demote() cleared the list.
         self.unpublished_blocks: list[FullBlock] = []
         self.withheld: list[int] = []  # blocks out of use, because live_settings.py set a limit
 

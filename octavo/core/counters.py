@@ -1,4 +1,4 @@
-"""What the scheduler counts, and how long the host spends in each part of the loop."""
+"""Counters of the scheduler, and the time that the host spends in each part of the loop."""
 
 from __future__ import annotations
 

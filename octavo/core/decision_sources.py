@@ -1,6 +1,6 @@
-"""Where the code decides what events report: for each reason, the lines of the source that give it.
+"""Finds the source lines that give each reason in an event, such as the reason of a preemption.
 
-The live page shows them when it explains a decision.
+The live page shows these lines when it explains a decision.
 """
 
 from __future__ import annotations

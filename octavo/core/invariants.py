@@ -1,4 +1,4 @@
-"""What holds between two steps, whatever was requested. An AssertionError names what does not hold.
+"""The invariants that hold between two steps. An AssertionError names the one that is broken.
 
 These functions see all of the scheduler's state and change none of it. docs/core.md gives the
 reason for each invariant.

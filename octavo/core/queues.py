@@ -1,6 +1,6 @@
-"""Where each live sequence is, in rank order, and which batch slots are free.
+"""The lists of waiting, prefilling and decoding sequences in rank order, and the free batch slots.
 
-Queues moves sequences between these three lists. It decides nothing.
+Queues moves sequences between the three lists. The scheduler decides when.
 
     enqueue         start_prefill                  move_to_decode
       |               |                              |

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step computes beside its decoding sequences.
+"""Decides how many prompt tokens a step computes beside its decoding sequences.
 
     FullSteps       as many as fit
     LatencyTarget   as many as keep the time between tokens below a target (batching "adaptive")
@@ -22,7 +22,7 @@ from octavo.types import Plan, Sequence
 
 
 class Allowance(NamedTuple):
-    """How much of the waiting prompts the next step may compute."""
+    """The number of prompt tokens that the next step may compute."""
 
     tokens: int
     delayed: bool = False  # prompts are held back on purpose, so short ones have no precedence

@@ -54,7 +54,7 @@ class Contents:
 
 
 class StreamNumbers:
-    """What an event stream has given numbers to."""
+    """The numbers that an event stream has assigned."""
 
     def __init__(self, opened_at: float):
         """`opened_at` is the time 0 of the stream, on the scheduler's clock."""

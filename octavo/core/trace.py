@@ -222,7 +222,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class SyntheticTrace:
-    """What a synthetic trace such as poisson:rate=4,n=100 asks for."""
+    """The parameters of a synthetic trace such as poisson:rate=4,n=100."""
 
     rate: float  # requests per second
     num_requests: int

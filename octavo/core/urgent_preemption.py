@@ -31,7 +31,7 @@ LAST_RANK: Rank = (math.inf, sys.maxsize, 0, sys.maxsize, 0)
 
 @dataclass(slots=True)
 class UrgentStep:
-    """What the next step is for, as far as it has been decided."""
+    """The decisions about the next step so far."""
 
     free_slots: int
     free_blocks: int
@@ -50,7 +50,7 @@ class UrgentStep:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the next chunk of a prompt takes."""
+    """The resources that the next chunk of a prompt needs."""
 
     slots: int
     blocks: int

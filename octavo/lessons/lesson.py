@@ -23,7 +23,7 @@ class Moment(NamedTuple):
 
 
 class Reveal(NamedTuple):
-    """What a lesson says after the prediction. It is made from the recorded runs."""
+    """The explanation after the prediction of a lesson, made from the recorded runs."""
 
     text: str
     moments: list[Moment]

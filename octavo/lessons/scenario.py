@@ -1,4 +1,4 @@
-"""What happens in a lesson: requests that arrive at given steps of an engine.
+"""Scenarios of lessons: requests that arrive at given steps of an engine.
 
 Steps and lengths are fixed, so a scenario takes the same decisions with every model and on every
 machine. Only the times differ.

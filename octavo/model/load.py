@@ -288,7 +288,7 @@ def outline(
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a model is loaded."""
+    """The options of loading a model."""
 
     dtype: str = "auto"  # the dtype of activations and plain weights; "auto" takes config.json's
     device: str = "cpu"

@@ -66,7 +66,7 @@ class AttentionBackend(Protocol):
 
 
 class OperatorChoice(NamedTuple):
-    """Which operators a model uses. The defaults are the fastest ones of the device."""
+    """The choice of operators for a model. The defaults are the fastest ones of the device."""
 
     attention: str = "auto"  # "auto", a name of NAMES, an entry point or package.module:Class
     fused_kernels: bool = True

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 class WeightFormat(NamedTuple):
-    """How the values of a weight are stored."""
+    """The storage format of a weight."""
 
     bits: int  # 8 or 4
     group_size: int  # the number of inputs that share a scale; 0 means a whole row

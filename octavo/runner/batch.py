@@ -20,7 +20,7 @@ from octavo.types import Item
 
 
 class ForwardResult(NamedTuple):
-    """What a forward pass gives the sampler, for R items."""
+    """The outputs of a forward pass that the sampler needs, for R items."""
 
     slots: Tensor  # [R] batch slots (int32)
     logits: Tensor  # [R, vocab]

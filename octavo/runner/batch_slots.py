@@ -151,7 +151,7 @@ class BatchSlots:
             block_table=self.block_table,
             sampling=self.sampling,
         )
-        # What each slot was filled with last.
+        # The latest SlotFill of each slot.
         self.slot_fills: list[SlotFill | None] = [None] * num_slots
         self.special_slots: set[int] = set()  # is_special() of their SlotFill
 

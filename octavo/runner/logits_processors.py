@@ -36,7 +36,7 @@ AddedRequest = tuple[int, SamplingParams, list[int], list[int]]
 
 
 class MoveDirectionality(Enum):
-    """How a sequence moves to another row. Rows of Octavo never move."""
+    """The direction in which a sequence moves to another row. Rows of Octavo never move."""
 
     UNIDIRECTIONAL = auto()
     SWAP = auto()

@@ -56,7 +56,7 @@ class RankFailed(NamedTuple):
 
 
 class RankReport(NamedTuple):
-    """What a rank reports after a step if there is a disk tier."""
+    """The report of a rank after a step if there is a disk tier."""
 
     disk_events: list[DiskEvent]
     corrupt_host_blocks: set[int]

@@ -30,7 +30,7 @@ FILTER_CHUNK = 64
 
 @dataclass(slots=True)
 class SampleJob:
-    """What the sampled items of a step need beyond a temperature, staged for the device.
+    """The sampling parameters of a step besides the temperature, staged for the device.
 
     Lists hold indices of items. `slices` are parts of the upload, by name."""
 

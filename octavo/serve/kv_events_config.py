@@ -17,7 +17,7 @@ ENCODINGS = ("map", "array")
 
 @dataclass(frozen=True, kw_only=True)
 class KVEventsConfig:
-    """Where KV events are published, and how."""
+    """The settings of the publication of KV events."""
 
     enable_kv_cache_events: bool = False
     publisher: str = "zmq"  # "null" publishes nothing.

@@ -22,7 +22,7 @@ from octavo.serve.serve_config import ServeConfig
 
 @dataclass
 class BatchProgress:
-    """How far a run is."""
+    """The progress of a run."""
 
     total: int = 0
     done: int = 0  # including those of an earlier run

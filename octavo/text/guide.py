@@ -253,7 +253,7 @@ class Compilation:
 
 @dataclass(slots=True)
 class GuideUsage:
-    """What all copies of a guide have done so far."""
+    """Counters that all copies of a guide share."""
 
     tokens: int = 0
     failed: bool = False

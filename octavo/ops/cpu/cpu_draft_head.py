@@ -22,7 +22,7 @@ from octavo.ops.kv import KV
 
 
 class Chains(NamedTuple):
-    """What all chains with some number of rows share."""
+    """The data that all chains with the same number of rows share."""
 
     hidden: Tensor  # [rows, hidden]
     output: Tensor  # [rows, hidden]

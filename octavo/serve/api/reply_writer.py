@@ -32,7 +32,7 @@ class ReplyWriter(Protocol):
 
     @property
     def keep_alive(self) -> bytes:
-        """What a stream sends while it has no text. It may be empty."""
+        """The bytes that a stream sends while it has no text. They may be empty."""
 
     def whole(self, collectors: list[Collector]) -> Any:
         """Return the reply without streaming, as a value for JSON."""
@@ -59,7 +59,7 @@ Delta = str | ReasoningDelta | CallDelta
 
 
 class ReasoningStart(NamedTuple):
-    """How a reply begins that may have reasoning."""
+    """The beginning of a reply that may have reasoning."""
 
     style: ReasoningStyle
     in_reasoning: bool  # The prompt has opened the reasoning.

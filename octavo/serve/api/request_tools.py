@@ -40,7 +40,7 @@ ALLOWED = (
 
 
 class Choice(NamedTuple):
-    """What tool_choice asks for."""
+    """The meaning of a tool_choice."""
 
     mode: str  # "none", "auto" or "required"
     names: tuple[str, ...] = ()  # The only tools that may be called. Empty: all of them.

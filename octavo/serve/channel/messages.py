@@ -177,7 +177,7 @@ class Accepted(msgspec.Struct, tag=True, array_like=True):
 
 
 class RequestSpans(msgspec.Struct, tag=True, array_like=True):
-    """What a sequence of a traced request did. It is sent before the output that ends it."""
+    """The spans of a sequence of a traced request. They are sent before its last output."""
 
     id: str
     index: int

@@ -10,8 +10,8 @@
         # Or wait for everything, then read call.collectors.
         await call.wait_finished()
 
-A Call is what one client has sent: one Request for each prompt. Every transport uses this module
-and nothing below it.
+A Call has the requests of one client call: one Request for each prompt. Every transport uses this
+module and no module below it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class OpenRequest(NamedTuple):
 
 
 class Call:
-    """What a client has sent, while it is in progress. EngineClient.open creates it."""
+    """The requests of one client call, while they are in progress. EngineClient.open creates it."""
 
     def __init__(
         self,

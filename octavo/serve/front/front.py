@@ -32,7 +32,7 @@ from octavo.text.tokenizer import Tokenizer
 
 
 class BatchStarter(Protocol):
-    """What runs batches, as the routes see it."""
+    """The interface of the batch runner for the routes."""
 
     def wake(self) -> None: ...
 
@@ -61,7 +61,7 @@ class Front:
         self.events = EventBuffer()
         self.files = FileStore(config.files_dir, config.limits)
         self.batches = BatchStore(self.files)
-        # What runs batches (endpoints/batch_runner.py). None means that batches are not run.
+        # The batch runner (endpoints/batch_runner.py), or None if the server runs no batches.
         self.batch_runner: BatchStarter | None = None
         self.client.on_loaded = lambda loaded: self.pool.start(worker_setup(config, loaded))
         self.created = int(time.time())

@@ -26,7 +26,7 @@ HEAD_BYTES = 2**20  # The bytes of a message besides the body of a request.
 
 
 class Placement(NamedTuple):
-    """Where to send a request."""
+    """The target of a request."""
 
     replica: str  # The name of the replica.
     host: str

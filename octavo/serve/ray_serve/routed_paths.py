@@ -1,4 +1,4 @@
-"""What the endpoint must know about the routes that the replicas serve.
+"""Facts about the replicas' routes that the endpoint needs.
 
 This module must not import Ray.
 """
