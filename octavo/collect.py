@@ -1,6 +1,6 @@
 """Turns the engine's outputs into a reply: text, stop strings, logprobs and timings of one request.
 
-This module knows tokens and text. It does not know scheduling or devices.
+This module works on tokens and text, not on scheduling or devices.
 """
 
 from __future__ import annotations

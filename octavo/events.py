@@ -253,7 +253,7 @@ class BlockEvicted(NamedTuple):
 
 
 class CacheCleared(NamedTuple):
-    """All contents of the device were forgotten at once."""
+    """The prefix cache of the device was cleared."""
 
     number: int = 0
     step: int = 0

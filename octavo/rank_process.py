@@ -1,7 +1,8 @@
 """The main program of a rank of tensor parallelism other than rank 0.
 
 The process loads its part of the model, builds the same runner as rank 0, and executes the plans
-that rank 0 sends. It knows neither requests nor text. It ends when rank 0 closes the pipe or dies.
+that rank 0 sends. It handles neither requests nor text. It ends when rank 0 closes the pipe or
+dies.
 """
 
 from __future__ import annotations

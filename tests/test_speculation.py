@@ -532,7 +532,7 @@ def test_vllms_dictionary_is_understood() -> None:
         ("draft_model", "draft_model,model=DIRECTORY"),
         ("draft_model,model=", "must be a directory or a model's name"),
         ({"model": 3}, "must be a directory or a model's name"),
-        ("early_exit,layer=2", "it has 2 layers"),
+        ("early_exit,layer=2", "the model has 2 layers"),
         ("{not json", "not valid JSON"),
         (7, "METHOD[,k=N...]"),
     ],

@@ -9,7 +9,7 @@ replies per second.
 A connection that the server closes is opened again while requests are left. A reply that takes
 longer than `reply_timeout` has stalled: its connection is closed and it does not count.
 
-This module knows HTTP/1.1 and JSON. It imports no torch.
+This module handles HTTP/1.1 and JSON. It imports no torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Load:
     # not run in lockstep.
     pause: float = 0.0
     exact: bool = False  # every token is one character, so the text shows the number of tokens
-    may_stop: bool = False  # the server does not know ignore_eos: replies may stop early
+    may_stop: bool = False  # the server does not support ignore_eos, so replies may stop early
     extra: dict[str, Any] = field(default_factory=dict)  # further fields of the request body
     headers: dict[str, str] = field(default_factory=dict)
     timeout: float = 120.0  # seconds for the whole run

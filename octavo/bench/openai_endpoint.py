@@ -2,7 +2,7 @@
 
     OpenAIEndpoint.parse("https://host/v1", model="m", api_key="...").applied_to(load)
 
-This module knows HTTP and nothing of engines.
+This module uses HTTP and does not depend on engines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OpenAIEndpoint:
     model: str | None = None
     api_key: str | None = None
     chat: bool = False  # send chats; not every server has /completions
-    may_stop: bool = False  # the server does not know ignore_eos
+    may_stop: bool = False  # the server does not support ignore_eos
 
     @classmethod
     def parse(cls, url: str, **options: Any) -> OpenAIEndpoint:

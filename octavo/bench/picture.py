@@ -3,7 +3,7 @@
     svg(points("title", series, x_axis, y_axis), bars("title", names, series, "tok/s"))
 
 returns the text of a file with the panels side by side. Colours follow the light or dark theme of
-the reader. This module knows numbers and names, and does not know what was measured.
+the reader. This module draws numbers and names, whatever was measured.
 """
 
 from __future__ import annotations

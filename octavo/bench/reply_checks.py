@@ -7,7 +7,7 @@
     stream       ends with [DONE], has one id, nothing after its finish_reason, and no more pieces
                  of text than tokens: a piece that was sent twice shows
 
-This module knows HTTP/1.1 and JSON. It imports nothing else of octavo, and no torch.
+This module handles HTTP/1.1 and JSON. It imports nothing else of octavo, and no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ExpectedReply(NamedTuple):
     stream: bool = False
     chat: bool = False  # a reply of /v1/chat/completions
     exact: bool = False  # every token is one character
-    # The server may not know ignore_eos, so a reply may stop before it has all tokens.
+    # The server may not support ignore_eos, so a reply may stop before it has all tokens.
     may_stop: bool = False
 
 

@@ -19,7 +19,8 @@ from octavo.cli.options import command, fail
 from octavo.errors import InvalidRequest
 from octavo.option_declaration import Option, check_options, one_of, texts, whole
 
-# The routers by preference. vLLM's passes on request fields and routes that it does not know.
+# The routers by preference. vLLM's router comes first, because it passes on unknown request fields
+# and routes.
 PROGRAMS = {"vllm": "vllm-router", "sglang": "sglang-router"}
 SUBCOMMANDS: dict[str, list[str]] = {"vllm": [], "sglang": ["launch"]}
 LOG_LEVELS = {"vllm": "warning", "sglang": "warn"}

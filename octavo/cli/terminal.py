@@ -1,7 +1,7 @@
 """Writes to the terminal: generated text to stdout, remarks to stderr.
 
 Colours and line breaks are added only on a terminal. Generated text may contain anything, so
-characters that control a terminal are removed. This module knows nothing of models.
+characters that control a terminal are removed. This module does not depend on models.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
     static      a batch collects a number of requests and runs to its end, alone
     none        one request after another
 
-The last three exist for comparison with continuous batching. This file knows sequences and the
-times it is given; it reads no clock.
+The last three exist for comparison with continuous batching. This module reads no clock: its caller
+passes the time.
 """
 
 from __future__ import annotations

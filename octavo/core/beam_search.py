@@ -1,7 +1,6 @@
 """Beam search: which beams of a request continue, with which tokens, and which texts are finished.
 
-It decides and moves nothing. One round of a search of width 2 (a score is a sum of logprobs, "."
-ends a text):
+One round of a search of width 2 (a score is a sum of logprobs, "." ends a text):
 
     beam A -1.0   reports   x -0.5   . -0.7   y -2.0       candidates, best first
     beam B -1.4   reports   x -0.6   z -0.9   . -3.0         A+x -1.5   continues
@@ -9,9 +8,9 @@ ends a text):
                                                              B+x -2.0   continues
                                                              B+z -2.3   ...
 
-Scores, texts and their order equal those of transformers' beam search. This file knows sequences
-and logprobs, no blocks: forks.py forks a beam that continues twice, and the scheduler ends a beam
-that does not continue.
+Scores, texts and their order equal those of transformers' beam search. This module works on
+sequences and logprobs, not on blocks: forks.py forks a beam that continues twice, and the scheduler
+ends a beam that does not continue.
 """
 
 from __future__ import annotations

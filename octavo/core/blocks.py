@@ -1,6 +1,6 @@
 """The block pool: reference counts, an LRU of reusable blocks and an index of block contents.
 
-It knows blocks and hashes, not sequences. Every block is in exactly one state:
+It works on blocks and hashes, not on sequences. Every block is in exactly one state:
 
     used     some block table holds it             ref_counts > 0
     cached   no table holds it, content is known   ref_counts == 0, hash set   } in free_blocks

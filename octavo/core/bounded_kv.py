@@ -1,6 +1,6 @@
 """Bounded KV: which block leaves a sequence whose KV cache has reached its budget.
 
-It knows one sequence, no tensors and no pool.
+It works on one sequence, without tensors and without the pool.
 
     sinks    the first blocks and the latest stay; the oldest block behind the sinks leaves
              (StreamingLLM)

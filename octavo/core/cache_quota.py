@@ -1,9 +1,9 @@
 """Per-tenant quota of cached blocks, so that one tenant cannot empty the cache of the others.
 
-It knows tenants and blocks, not contents. The pool evicts the oldest cached block of all, unless
-its tenant holds no more than an equal share of the cached blocks. In that case the oldest block of
-the tenant with the most cached blocks goes instead. A tenant within its share therefore loses
-nothing to others. Every operation takes constant time:
+It works on tenants and blocks, not on contents. The pool evicts the oldest cached block of all,
+unless its tenant holds no more than an equal share of the cached blocks. In that case the oldest
+block of the tenant with the most cached blocks is evicted. A tenant within its share therefore
+loses nothing to others. Every operation takes constant time:
 
     blocks_by_tenant    tenant -> its cached blocks, oldest first
     tenants_by_count    number of blocks -> tenants that have that many; max_count is the highest

@@ -1,7 +1,7 @@
 """The offload cost model: is loading a block from a lower tier faster than recomputing it?
 
-It compares measured seconds per block of each tier with the measured prefill speed. It knows plans
-and how long their steps took, not contents.
+It compares measured seconds per block of each tier with the measured prefill speed. It uses plans
+and the times of their steps, not contents.
 """
 
 from __future__ import annotations

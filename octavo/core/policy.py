@@ -1,5 +1,5 @@
 """Scheduling policies: the order of the queue, and which sequence is preempted when batch slots or
-blocks run out. Policies know sequences, but no blocks and no clock.
+blocks run out. Policies use sequences, but no blocks and no clock.
 
 A policy gives each sequence a policy rank: a number, lowest first. Most of these numbers are
 seconds; those of `fair` are tokens. The scheduler does the rest:

@@ -7,7 +7,7 @@ tier, or are being computed by another sequence.
     computing             e f      another sequence computes them: worth waiting for if they are
                                    most of the rest
 
-It knows sequences, blocks and hashes. The scheduler decides which sequence starts, and when.
+The scheduler decides which sequence starts, and when.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Checks of a request before it is queued, and the sequence that it becomes.
 
-This module knows the limits of the engine, not the other requests. Scheduler decides admission.
+The checks depend on the limits of the engine, not on other requests. Admission is a decision of the
+scheduler.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The scheduler decides what the next step computes, and applies its results to its own state.
 
-It knows sequences and blocks, no tensors. A live sequence is in one of three places:
+It works on sequences and blocks, not on tensors. A live sequence is in one of three places:
 
     waiting      not on the device; its published blocks, if any, are only in the prefix cache
     prefilling   no plan has covered all of its known tokens yet           } RUNNING: it holds a

@@ -1,7 +1,7 @@
 """The index of the tiers below the device: which contents are in host memory, and which on disk.
 
-It knows hashes and host blocks, no bytes; the runner moves the bytes (runner/tier_store.py). A host
-block is in exactly one state:
+It works on hashes and host blocks; the runner moves the bytes (runner/tier_store.py). A host block
+is in exactly one state:
 
     free      it holds nothing
     filling   a store in flight, or the disk, writes to it: its content cannot be found yet

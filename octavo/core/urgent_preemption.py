@@ -1,7 +1,7 @@
 """Preemption for urgent requests, under preemptive policies: which prompts the next step computes,
 which running sequences pause for them, and which are preempted.
 
-It knows ranks, batch slots and blocks; the policy has the rules. While an urgent prompt is
+It works on ranks, batch slots and blocks; the policy has the rules. While an urgent prompt is
 computed, a running sequence is one of these:
 
     paused       it keeps slot and blocks and continues in the step after

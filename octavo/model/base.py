@@ -1,7 +1,7 @@
 """The interface of a model. A new architecture is one file that subclasses CausalLM.
 
 A model turns its config.json into a ModelConfig, builds its parameters, maps each checkpoint tensor
-to a slot, and computes hidden states for a ForwardBatch. It knows nothing of requests, scheduling
+to a slot, and computes hidden states for a ForwardBatch. It does not depend on requests, scheduling
 or devices: `ops` does the arithmetic.
 """
 

@@ -2,7 +2,7 @@
 
 The header of a safetensors file is checked in full before any of its data is mapped. A damaged or
 malicious file raises a CheckpointError; it never causes a crash or a tensor over the wrong bytes.
-Nothing is unpickled. This module knows no model.
+Nothing is unpickled. This module depends on no model.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     for each layer:   hidden += attention(norm(hidden));  hidden += mlp(norm(hidden))
     logits = head(norm(hidden))
 
-Each residual is added by the matrix product before it. The decoder must not know batching, paging
-(ops does both), devices or checkpoint files.
+Each residual is added by the matrix product before it. The decoder must not depend on batching,
+paging (ops does both), devices or checkpoint files.
 """
 
 from __future__ import annotations

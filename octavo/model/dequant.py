@@ -1,4 +1,5 @@
-"""Unpacks the block formats of GGUF to float32 or to codes. It knows no files, names or models.
+"""Unpacks the block formats of GGUF to float32 or to codes. It depends on no files, names or
+models.
 
 A quantised tensor is a row of blocks. A block holds 32 or 256 values as small integers with their
 scales. Each format's function below takes blocks [n, bytes] (uint8) and returns codes as
@@ -267,6 +268,6 @@ def _through_library(format_id: int) -> Callable[[Tensor], Tensor]:
         ) from None
     except ValueError:
         raise CheckpointError(
-            f"this gguf library does not know format {name}: pip install --upgrade gguf"
+            f"this gguf library does not support format {name}: pip install --upgrade gguf"
         ) from None
     return lambda blocks: torch.from_numpy(by_library(blocks.numpy(), library_kind))

@@ -1,7 +1,7 @@
 """A trained draft head: one decoder layer that guesses the next tokens of a target model.
 
-The head follows EAGLE-3. It knows what the target thought: its input at position i is the target's
-hidden state of position i and the embedding of token i + 1, and its output predicts token i + 2:
+The head follows EAGLE-3. Its input at position i is the target's hidden state of position i and the
+embedding of token i + 1, and its output predicts token i + 2:
 
     hidden = fc(hidden states before some layers of the target)     or its final hidden state
     hidden += attention(norm(embed(token i + 1)) | norm(hidden));  hidden += mlp(norm(hidden))
@@ -9,7 +9,7 @@ hidden state of position i and the embedding of token i + 1, and its output pred
 
 To draft further, the head is chained: its own output hidden state takes the place of the target's.
 The layer has one layer of KV cache with the block tables of the target. The target's embedding is
-shared. This module must not know scheduling, batching or how drafts are verified.
+shared. This module must not depend on scheduling, batching or verification.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Reads a config.json field by field. Errors name the field. It knows no architecture."""
+"""Reads a config.json field by field. Errors name the field. The fields may be those of any
+architecture."""
 
 from __future__ import annotations
 

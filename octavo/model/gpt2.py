@@ -1,6 +1,6 @@
 """GPT-2: learned positions, LayerNorm, biases everywhere, and matrices stored as [in, out].
 
-The model must not know batching, paging (ops does both), devices or checkpoint files.
+The model must not depend on batching, paging (ops does both), devices or checkpoint files.
 """
 
 from __future__ import annotations

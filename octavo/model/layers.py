@@ -1,8 +1,8 @@
 """The modules of a model. Each holds parameters and lists the checkpoint tensors that fill them.
 
-A module calls `ops` for the arithmetic. It knows neither the device nor the architecture. A module
-of which each rank holds a part (tensor_parallel.py) also sums or concatenates over the ranks, so
-its result is that of the whole module.
+A module calls `ops` for the arithmetic. The layers are the same for every device and architecture.
+A module of which each rank holds a part (tensor_parallel.py) also sums or concatenates over the
+ranks, so its result is that of the whole module.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A checkpoint is a directory, a GGUF file, a model on the hub or the embedded model. Its tensors are
 compared with those that the model needs and loaded one at a time, so peak memory is the model and
-one tensor. This module knows models only as CausalLM; checkpoint.py and gguf.py know file formats.
+one tensor. This module uses models only as CausalLM; checkpoint.py and gguf.py read the file
+formats.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Checkpoints of fp8 weights are read by octavo.model.prequantized_fp8.
 
 An int32 holds eight codes, the first in its lowest bits, and value = (code - zero) * scale. If
 every zero is 8, this is exactly one of our symmetric formats. Otherwise least = -zero * scale is
-rounded to float16, by at most 0.8% of a step. This module knows formats and no model.
+rounded to float16, by at most 0.8% of a step. This module depends on no model.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 
 value = e4m3(code) * scale, although the name of a block's scale says "inv". A weight without a
 scale beside it is not quantised. Scales are kept as float32, one for each output, or one for each
-output and 128 inputs, so nothing is rounded. Scales of KV are dropped: octavo.ops.kv computes
-them. This module knows formats and no model.
+output and 128 inputs, so nothing is rounded. Scales of KV are dropped: octavo.ops.kv computes them.
+It depends on no model.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
     int4-g32-asym, ...              a scale and a minimum for each group (g32: GGUF's Q4_1)
 
 Tensors are quantised one by one as they are read, so the model never exists at full precision.
-octavo.ops.weight defines the meaning of codes. This module knows no file and no model.
+octavo.ops.weight defines the meaning of codes. This module reads no files and contains no model.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ the intermediate size in the same way. The embedding and the head divide the voc
 
 divide() turns the config of a model into the config of one rank: numbers of heads and sizes are
 those of the rank, and `part` says which rows and columns of the checkpoint they are. The layers
-(layers.py) do the rest. This module knows neither tensors nor processes.
+(layers.py) do the rest. This module uses neither tensors nor processes.
 """
 
 from __future__ import annotations

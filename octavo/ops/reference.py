@@ -1,8 +1,8 @@
 """Every op in plain PyTorch: the oracle for tests of the faster backends, and their documentation.
 
 It runs on any device and never makes the host wait: loops follow batch.spans, which the host knows,
-and true lengths are used only in masks on the device. It knows nothing of models, requests or block
-allocation.
+and true lengths are used only in masks on the device. It does not depend on models, requests or
+block allocation.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """KV blocks as files: one directory, shared by all servers of a model, kept over restarts, bounded
-in bytes. It knows no device and starts no threads.
+in bytes. It uses no device and starts no threads.
 
     DIRECTORY/kv-<fingerprint>/<hash>.kv             one record per block
     header | tokens [n] int32 | zeros | KV bytes     the header names model, format and content

@@ -1,5 +1,5 @@
 """Copies of KV blocks between device and host memory: a stream of their own, page-locked memory,
-and a timer of a step's copies. It knows streams and events, no threads and no disk.
+and a timer of a step's copies. It uses streams and events, no threads and no disk.
 
 A store is two copies: into a staging buffer on the step's own stream, at the speed of device
 memory, and from there to the host on another stream, while the step computes. A load waits for the

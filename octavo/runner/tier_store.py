@@ -13,8 +13,8 @@ Host memory has one buffer per host block, and one spare buffer per reader threa
 into a spare buffer, which then changes places with the host block's own. Nothing is copied, and a
 read that never returns blocks no host block. Threads never call CUDA, which would break a graph
 that is being captured: they learn of a host block once its store is over. On a GPU the readers
-compute no checksums; loads do (checksums.py). This file knows host blocks and hashes; core knows
-who needs them.
+compute no checksums; loads do (checksums.py). This module works on host blocks and hashes; the core
+decides which ones are needed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A template runs in a sandbox (octavo.text.sandbox) with limits on time and output. Every failure in
 it is a ChatTemplateError. Text of a user can never become a control token: see `encode_chat`.
 Templates differ in the messages that they accept. A `ChatTemplate` finds out by rendering short
-conversations. This module does not know HTTP or the format of any model.
+conversations. This module does not depend on HTTP or on the format of any model.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class ChatTemplate:
         raise first_error
 
     def _system_for_developer(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rename `developer` messages to `system` if the template does not know `developer`.
+        """Rename `developer` messages to `system` if the template does not support `developer`.
 
         `developer` is OpenAI's newer name for `system`. All system messages become one at the
         start, because templates expect that.

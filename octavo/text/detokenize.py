@@ -4,7 +4,7 @@
     StopChecker   cuts text at a stop string and holds back text that may begin one
     TextStream    combines both for one sequence
 
-This module knows tokens, bytes and characters. It does not know requests, sampling or transport.
+This module works on tokens, bytes and characters, not on requests, sampling or transport.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ GGUF files have two kinds of vocabulary:
              back to bytes. Most files do not list merges: they follow from the vocabulary and its
              scores.
 
-This module knows the key names of llama.cpp. It does not know files or models.
+The key names are those of llama.cpp. This module depends on no files or models.
 """
 
 from __future__ import annotations

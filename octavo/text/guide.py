@@ -6,9 +6,9 @@
     guide = compilation.poll()                                   returns None until it is compiled
 
 Both `compile` and `poll` raise InvalidRequest. Specs are compiled in threads, each spec once. A
-compiled guide is at the beginning of a text; each sequence follows a copy of it. This module knows
-vocabularies and grammars, and does not know requests or scheduling. llguidance is imported when the
-first guide is compiled.
+compiled guide is at the beginning of a text; each sequence follows a copy of it. This module works
+on vocabularies and grammars, not on requests or scheduling. llguidance is imported when the first
+guide is compiled.
 """
 
 from __future__ import annotations

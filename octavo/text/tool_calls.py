@@ -13,7 +13,7 @@ octavo.text.tool_formats describes how models write calls. These are the rules o
 - White space around calls is not content, except between two words.
 - If only one call is wanted, the first call ends the reply.
 
-This module works on text alone. It does not know tokens, requests or transport.
+This module works on text, not on tokens, requests or transport.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class DecodeMegakernel:
         self.kernels: dict[tuple[int, int], Kernel | None] = {}  # by rows and KV block size
         properties = torch.cuda.get_device_properties(layer.qkv.device)
         self.blocks = properties.multi_processor_count
-        # If torch does not know the size, it is 0, and the kernel is not used.
+        # An old torch does not report the size, and the kernel is then not used.
         self.shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
         self.arch = f"sm_{properties.major}{properties.minor}"
         maps = (

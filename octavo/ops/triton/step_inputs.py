@@ -99,8 +99,8 @@ def copy_kernel(source_ptr, target_ptr, num_values, BLOCK: tl.constexpr):
     )
 
 
-# Torch reuses pinned memory when its tensor is dropped, and does not know that a kernel has yet to
-# write to it. So tensors are kept for more steps than can be in flight.
+# Torch reuses pinned memory when its tensor is dropped, even if a kernel has yet to write to it. So
+# tensors are kept for more steps than can be in flight.
 _targets_in_flight: deque[Tensor] = deque(maxlen=32)
 
 

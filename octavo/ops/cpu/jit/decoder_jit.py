@@ -1,7 +1,7 @@
 """The jobs of the thread pool: a product, attention, an activation, or all layers of a decoder.
 
 No Python runs between the layers. Phases that compute rows split the tokens, products split the
-outputs, and attention splits sequences and heads. This module knows addresses and sizes only;
+outputs, and attention splits sequences and heads. This module works on addresses and sizes;
 cpu_decoder.py fills the records.
 """
 
