@@ -28,7 +28,7 @@ SKIPS_STEP = "it skips a step for an urgent prompt of its own priority"
 CHUNK_LACKS_BLOCKS = "there are too few free blocks for its next chunk"
 # Why no more of a prompt was found in the prefix cache (Admitted.match_end).
 ALL_FOUND = "every full block was found; the last token is always computed"
-NOT_CACHED = "no tier has the next block"
+NOT_CACHED = "the next block is cached nowhere"
 BEING_COMPUTED = "another sequence is computing the next block"
 LOADING_SLOWER = "loading the next block from host memory seemed slower than computing it"
 ALL_COMPUTED = "the request asks for results of every prompt position, so all are computed"

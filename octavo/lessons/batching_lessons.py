@@ -33,7 +33,8 @@ def _reveal_batching(runs: Sequence[RunFacts]) -> Reveal:
         f"{static.step_of('admitted', 'E')}, and its first token came after "
         f"{continuous.of('E').ttft:.0f} ms instead of {static.of('E').ttft:.0f} ms. The sum of all "
         f"replies, {sum(_LENGTHS)} tokens in 4 slots, cannot take fewer than "
-        f"{sum(_LENGTHS) // 4} steps."
+        f"{sum(_LENGTHS) // 4} steps. A alone takes {_LENGTHS[0]}, so no order of the requests "
+        "takes fewer."
     )
     moments = [
         Moment(0, static.of("B").last_step + 2, "A", "the slots of B and D are empty"),

@@ -68,12 +68,14 @@ def _reveal_tiers(runs: Sequence[RunFacts]) -> Reveal:
     loaded = [event for event in tiers.all("loaded") if event["tier"] == "host"]
     before, after = device.of("D"), tiers.of("D")
     text = (
-        f"Without a host tier, {160 - before.cached} of D's 160 tokens were computed; with it, "
-        f"{160 - after.cached}. B and C needed memory, so A's cached blocks were evicted from the "
-        "device, the least recently used first. With a host tier, an evicted block is copied to "
-        f"host memory. D found {len(loaded)} blocks there, and they were copied back. The last "
+        f"Without a host tier, {160 - before.cached} of D's 160 prompt tokens were computed; with "
+        f"it, {160 - after.cached}. B and C needed memory, so A's cached blocks were evicted from "
+        "the device, the least recently used first. With a host tier, an evicted block is copied "
+        f"to host memory. D found {len(loaded)} blocks there, and they were copied back. The last "
         "token of a prompt is always computed, because its logits give the first token of the "
-        f"reply. D's first token came after {before.ttft:.1f} ms and {after.ttft:.1f} ms."
+        "reply. Only whole blocks are reused, so the whole last block is computed: 16 tokens. D's "
+        f"first token came after {before.ttft:.1f} ms without host memory and after "
+        f"{after.ttft:.1f} ms with it."
     )
     moments = [
         Moment(0, device.step_of("evicted"), "", "cached blocks of A are evicted"),
@@ -94,7 +96,7 @@ TIERS = Lesson(
         Scenario("device only", _RETURNING, _SMALL_POOL),
         Scenario("host tier", _RETURNING, {**_SMALL_POOL, "swap_space": 0.05}),
     ),
-    question="How many of D's 160 tokens are computed, without and with host memory?",
+    question="How many of D's 160 prompt tokens are computed, without and with host memory?",
     choices=("160 and 0", "160 and 16", "16 and 16", "1 and 1"),
     answer=1,
     reveal=_reveal_tiers,

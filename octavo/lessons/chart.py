@@ -6,7 +6,7 @@ from octavo.lessons.facts import RunFacts
 
 # The first of these that happens in a column is shown.
 SIGNS = {"preempted": "x", "prefill": "P", "waiting": ".", "decode": "d"}
-LEGEND = ". waits   P prefill   d decode   x preempted, waits"
+LEGEND = ". waits or skips a step   P prefill   d decode   x preempted, waits"
 
 
 def draw_run(run: RunFacts, width: int) -> list[str]:

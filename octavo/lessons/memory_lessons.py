@@ -20,12 +20,12 @@ def _reveal_paging(runs: Sequence[RunFacts]) -> Reveal:
     contiguous, paged = runs
     text = (
         f"With contiguous KV, {contiguous.most_running} requests ran at once; with paging, "
-        f"{paged.most_running}. A contiguous request reserves room for its longest possible reply "
-        "when it starts: 24 + 232 tokens, 16 blocks. It then uses three of them. Paging takes a "
-        "block when it is needed, so the six requests together held at most "
-        f"{paged.most_used} blocks. The whole work took {contiguous.steps} steps without paging "
-        f"and {paged.steps} with it. What is still wasted with paging is the free rest of each "
-        "request's last block."
+        f"{paged.most_running}. A contiguous request reserves room for its prompt and its longest "
+        "possible reply when it starts: 24 + 232 tokens, which are 16 blocks. It then uses three "
+        "of them. Paging takes a block when it is needed, so the six requests together held at "
+        f"most {paged.most_used} blocks. The whole work took {contiguous.steps} steps without "
+        f"paging and {paged.steps} with it. What is still wasted with paging is the free rest of "
+        "each request's last block."
     )
     moments = [
         Moment(0, contiguous.step_of("admitted", "B"), "B", "A and B have reserved all blocks"),
@@ -39,10 +39,11 @@ def _reveal_paging(runs: Sequence[RunFacts]) -> Reveal:
 PAGING = Lesson(
     name="paging",
     title="Paging: memory is taken when it is needed",
-    intro="Six requests arrive. Each may generate up to 232 tokens, but stops after 20, as chats "
-    "mostly do. The pool has 32 blocks of 16 tokens. The engine does not know how long a reply "
-    "will be. In the first run a request reserves a contiguous piece of memory for its longest "
-    "reply. In the second run it takes blocks as it grows.",
+    intro="Six requests arrive, each with a prompt of 24 tokens. Each may generate up to 232 "
+    "tokens, but stops after 20: most replies are shorter than their limit. The pool has 32 blocks "
+    "of 16 tokens. The engine does not know how long a reply will be. In the first run a request "
+    "reserves a contiguous piece of memory for its longest reply. In the second run it takes "
+    "blocks as it grows.",
     runs=(
         Scenario(
             "contiguous",
@@ -73,11 +74,14 @@ def _reveal_copies(runs: Sequence[RunFacts]) -> Reveal:
         "full and is never written again. The second block holds only 4 of 16 tokens, and each "
         "reply writes its own tokens behind them. A shared block must not be written to: the first "
         f"two replies that write copy it first ({len(copies)} copies), and the last one has it for "
-        "itself. Without sharing, three prompts would have taken 6 blocks."
+        "itself. So the replies hold one block together, and each of them has a second block of "
+        "its own. Without sharing, three prompts would have taken 6 blocks."
     )
     moments = [
-        Moment(0, run.step_of("forked"), "A", "the prompt is forked: both blocks are shared"),
-        Moment(0, copies[0]["step"], "A", "the second block is copied before it is written"),
+        Moment(0, run.step_of("admitted"), "A", "the prompt is computed once, in two blocks"),
+        Moment(
+            0, copies[0]["step"], "A", "three replies share a block, and two have copied the other"
+        ),
     ]
     peak = run.all("planned")[1]["step"]
     used = _blocks_used_at(run, peak)
@@ -134,7 +138,7 @@ def _reveal_preemption(runs: Sequence[RunFacts]) -> Reveal:
     victim = run.of("C")
     preempted = run.all("preempted")
     text = (
-        "C came last. Under the policy fcfs, a request takes blocks only "
+        "Under the policy fcfs (first come, first served), a request takes blocks only "
         f"from requests behind it, so A is never preempted. C lost {preempted[0]['positions']} "
         "computed positions. Its full blocks stayed in the prefix cache, but A and B needed that "
         f"memory soon. When C was admitted again, {victim.recomputed} tokens had to be computed "
@@ -142,7 +146,7 @@ def _reveal_preemption(runs: Sequence[RunFacts]) -> Reveal:
         f"C {victim.preemptions}."
     )
     moments = [
-        Moment(0, preempted[0]["step"] - 1, "", "every block is in use"),
+        Moment(0, preempted[0]["step"] - 1, "", "the last step with enough blocks"),
         Moment(0, preempted[0]["step"], "C", "C is preempted: click it and read the cost"),
         Moment(0, run.step_of("admitted", "C", 1), "C", "C is admitted again"),
     ]
@@ -202,8 +206,9 @@ def _reveal_swap(runs: Sequence[RunFacts]) -> Reveal:
 SWAP = Lesson(
     name="swap",
     title="Swap: preempted blocks in host memory",
-    intro="The same three requests run twice. The second time there is host memory for blocks that "
-    "leave the device.",
+    intro="Three requests grow to about 170 tokens each, which takes 11 blocks, but the pool has "
+    "only 19. The blocks run out, and C, which came last, is preempted. The same requests run "
+    "twice. In the second run there is host memory for blocks that leave the device.",
     runs=(
         Scenario(
             "recompute", _GROWING, {"num_gpu_blocks_override": 19, "max_num_batched_tokens": 192}

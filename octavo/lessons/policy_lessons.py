@@ -43,8 +43,8 @@ def _reveal_fairness(runs: Sequence[RunFacts]) -> Reveal:
         "differs."
     )
     moments = [
-        Moment(0, fcfs.step_of("admitted", "G"), "G", "fcfs: ben is last"),
-        Moment(1, fair.step_of("admitted", "G"), "G", "fair: ben is the fourth"),
+        Moment(0, fcfs.step_of("admitted", "G"), "G", "ben is last"),
+        Moment(1, fair.step_of("admitted", "G"), "G", "ben is the fourth"),
     ]
     return Reveal(text, moments, (_place_of(fcfs, "G"), _place_of(fair, "G")) == (7, 4))
 
@@ -63,7 +63,8 @@ FAIRNESS = Lesson(
         Scenario("fcfs", _TENANTS, _TWO_SLOTS),
         Scenario("fair", _TENANTS, {**_TWO_SLOTS, "scheduling_policy": "fair"}),
     ),
-    question="At which place of the seven requests does ben's start, under fcfs and under fair?",
+    question="The seven requests start one after another. At which place does ben's request start, "
+    "under fcfs and under fair?",
     choices=("7th and 7th", "7th and 1st", "7th and 4th", "2nd and 2nd"),
     answer=2,
     reveal=_reveal_fairness,
@@ -82,6 +83,14 @@ _URGENT = (
 )
 
 
+def _skipped(run: RunFacts) -> str:
+    """Return a sentence about the requests that skipped a step for an urgent prompt."""
+    names = sorted({run.sequences[event["seq"]].name for event in run.all("unplanned")})
+    if not names:
+        return ""
+    return f"{' and '.join(names)} skipped a step, in which C's prompt was computed alone. "
+
+
 def _reveal_priority(runs: Sequence[RunFacts]) -> Reveal:
     fcfs, priority = runs
     preempted = priority.all("preempted")
@@ -91,13 +100,15 @@ def _reveal_priority(runs: Sequence[RunFacts]) -> Reveal:
         f"under fcfs and after {priority.of('C').ttft:.0f} ms under priority. The price: "
         f"{victim.name} lost {preempted[0]['positions']} computed positions, and "
         f"{victim.recomputed} of them were computed again when it continued; the others were still "
-        "in the prefix cache. Its reply is the same as before: a preemption delays a request and "
-        "never changes its text."
+        f"in the prefix cache. {_skipped(priority)}All replies are the same in both runs: a "
+        "preemption delays a request and never changes its text."
     )
     moments = [
-        Moment(0, fcfs.step_of("arrived", "C"), "C", "fcfs: C waits for a slot"),
-        Moment(1, preempted[0]["step"], victim.name, f"priority: {victim.name} is preempted for C"),
-        Moment(1, priority.step_of("admitted", victim.name, 1), victim.name, "it continues"),
+        Moment(0, fcfs.step_of("waiting", "C"), "C", "C waits for a slot"),
+        Moment(1, preempted[0]["step"], victim.name, f"{victim.name} is preempted for C"),
+        Moment(
+            1, priority.step_of("admitted", victim.name, 1), victim.name, f"{victim.name} continues"
+        ),
     ]
     is_right = (
         len(preempted) == 1

@@ -39,12 +39,12 @@ const TILES = [
   ],
   [
     "Time to first token",
-    (page) => percentiles(page.spans.ttft.before(page, WINDOW)),
+    (page) => percentiles(page.spans.ttft.before(page, WINDOW), "no token yet"),
     (now) => now.ttft,
   ],
   [
     "Inter-token latency",
-    (page) => percentiles(page.spans.itl.before(page, WINDOW)),
+    (page) => percentiles(page.spans.itl.before(page, WINDOW), "no second token yet"),
     (now) => now.itl,
   ],
   [
@@ -110,11 +110,11 @@ const TILES = [
   ],
 ];
 
-function percentiles(sorted) {
+function percentiles(sorted, emptyWords) {
   const [p50, p99] = [50, 99].map((q) => percentile(sorted, q));
   return {
     value: time(p50),
-    words: p99 === null ? "no token yet" : `p50; p99 ${duration(p99).join(" ")}`,
+    words: p99 === null ? emptyWords : `p50; p99 ${duration(p99).join(" ")}`,
   };
 }
 

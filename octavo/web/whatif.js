@@ -181,7 +181,7 @@ function show(result, engine) {
       : `On the recorded steps, the predicted total time is off by ${few(100 * Math.abs(result.error))} %.`;
   byId("simulated-content").replaceChildren(
     element("h2", "", "What if"),
-    element("p", "what", `All runs have the same ${requests} of ${which}, as far as its events are kept.`),
+    element("p", "what", `All runs have the same ${requests} of ${which}, as far as its events are kept. A simulated run begins with an empty cache.`),
     element("div", "wide", table),
     element("p", "what", error),
     element("h3", "", "recorded"),

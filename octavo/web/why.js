@@ -404,7 +404,7 @@ function explainDecode(seq, state, page) {
     50,
   );
   const took = step.landed - step.start;
-  if (took > 1.8 * usual && step.prefill) {
+  if (took > 1.8 * usual && step.prefill && !hasPrefillIn(step, seq, page)) {
     found.push(
       element(
         "p",
@@ -414,6 +414,12 @@ function explainDecode(seq, state, page) {
     );
   }
   return found;
+}
+
+// Whether a step has computed prompt tokens of this sequence, and given its first token.
+function hasPrefillIn(step, seq, page) {
+  const lane = page.spans.allLanes.findLast((each) => each.id === seq.id);
+  return lane?.spans.some((span) => span.kind === "prefill" && span.step === step.number) ?? false;
 }
 
 function explainEnd(seq, state) {
@@ -506,13 +512,17 @@ function explainFirstWait(seq, page) {
   for (const { at, step, reason } of reasons)
     list.append(element("li", "", "from ", stepLink(step, at, page), `: ${reason}`));
   const last = reasons.at(-1);
+  const shown =
+    last.reason === BEHIND
+      ? history.endOfStep(Math.max(0, history.stepAt(start.at) - 1))
+      : history.endOfStepWith(last.at);
   return [
     heading("Why did it wait before it started?"),
     element("p", "rule", `It waited ${spell(start.time - lane.arrival)} in the queue.`),
     list,
     last.at >= history.first
       ? paragraph(
-          link("Show the page as it was then", history.endOfStepWith(last.at)),
+          link("Show the page as it was then", shown),
           ", with the numbers of the decision. The page pauses there.",
         )
       : null,
@@ -613,7 +623,9 @@ function explainPreemptions(seq, page) {
     element(
       "p",
       "rule",
-      `${spell(waited)} of waiting${seq.state === "waiting" ? " so far" : ""}, and ${plural(recomputed, "token")} computed again.${seq.state === "waiting" ? ` When it resumes, up to ${plural(lost, "token")} more.` : ""}`,
+      seq.state === "waiting"
+        ? `${spell(waited)} of waiting so far${recomputed ? `, and ${plural(recomputed, "token")} computed again` : ""}. When it resumes, up to ${plural(lost, recomputed ? "more token" : "token")} must be computed again.`
+        : `${spell(waited)} of waiting, and ${plural(recomputed, "token")} computed again.`,
     ),
     many,
     element("ul", "plain", ...found),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from octavo.core import event_recorder
+from octavo.core import event_recorder, reasons
 from octavo.core.decision_sources import decision_sources
 from octavo.core.dummy_run import dummy_run
 from octavo.core.engine import Engine
@@ -165,9 +165,7 @@ def test_an_admission_says_why_no_more_was_cached() -> None:
             "abcde", (named(x) for x in lines if x[0] == "admitted"), strict=True
         )
     }
-    assert (
-        admitted["a"]["cached"] == 0 and admitted["a"]["match_end"] == "no tier has the next block"
-    )
+    assert admitted["a"]["cached"] == 0 and admitted["a"]["match_end"] == reasons.NOT_CACHED
     assert admitted["b"]["cached"] == 12 and admitted["b"]["match_end"].startswith(
         "every full block"
     )
