@@ -11,6 +11,8 @@ from tests.serve.running import NAME, Running, server
 
 # As the reply of a model that calls a tool, in the form that the server reads by default.
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+# As a reply that must follow a schema. It has no spaces between tokens.
+OBJECT = '{"city":"Paris"}'
 PARROT = NAME
 
 

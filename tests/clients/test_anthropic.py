@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from octavo.serve.api.protocol import MessagesRequest
 from octavo.serve.api.request_fields import MESSAGES
-from tests.clients.conftest import CALL, PARROT
+from tests.clients.conftest import CALL, OBJECT, PARROT
 from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
@@ -121,6 +121,30 @@ def test_structured_output(client: Any) -> None:
     assert isinstance(reply.parsed_output, City)
     with client.messages.stream(**asked, **greedy) as stream:
         assert stream.get_final_message().parsed_output == reply.parsed_output
+
+
+class Capital(BaseModel):
+    city: str
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_exactly_what_the_model_says(parrot: Running, stream: bool) -> None:
+    """An object that follows a schema, and the input of a call that is demanded."""
+
+    def reply(text: str, **fields: Any) -> Any:
+        messages: list[Any] = [{"role": "user", "content": text}]
+        asked = {"model": PARROT, "max_tokens": 200, "messages": messages, **fields}
+        if stream:
+            with client.messages.stream(**asked) as events:
+                return events.get_final_message()
+        send = client.messages.parse if "output_format" in fields else client.messages.create
+        return send(**asked)
+
+    with anthropic.Anthropic(base_url=parrot.url, api_key="unused", max_retries=0) as client:
+        assert reply(OBJECT, output_format=Capital).parsed_output == Capital(city="Paris")
+        for choice in ({"type": "tool", "name": "get_weather"}, {"type": "any"}):
+            (call,) = reply(CALL, tools=[WEATHER], tool_choice=choice).content
+            assert (call.name, call.input) == ("get_weather", {"city": "Paris"})
 
 
 def test_counted_tokens(client: Any) -> None:

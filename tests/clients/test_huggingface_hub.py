@@ -12,7 +12,7 @@ pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed"
 
 from huggingface_hub import InferenceClient, constants
 
-from tests.clients.conftest import CALL, PARROT
+from tests.clients.conftest import CALL, OBJECT, PARROT
 from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
@@ -78,17 +78,36 @@ def test_structured_output(client: InferenceClient) -> None:
     assert text == content
 
 
-def test_a_tool_that_the_model_chooses_and_its_result(
-    parrot: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def parrot_client(parrot: Running, monkeypatch: pytest.MonkeyPatch) -> InferenceClient:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    client = InferenceClient(base_url=parrot.url, api_key="unused")
+    return InferenceClient(base_url=parrot.url, api_key="unused")
+
+
+def test_a_tool_that_the_model_chooses_and_its_result(parrot_client: InferenceClient) -> None:
     asked: dict[str, Any] = {"model": PARROT, "tools": [WEATHER], "max_tokens": 120}
     messages: list[Any] = [{"role": "user", "content": CALL}]
-    called = client.chat_completion(messages, **asked).choices[0].message
+    called = parrot_client.chat_completion(messages, **asked).choices[0].message
     (call,) = called.tool_calls
     assert call.function.name == "get_weather"
     assert json.loads(call.function.arguments) == {"city": "Paris"}
+    pieces = [
+        piece.function.arguments or ""
+        for chunk in parrot_client.chat_completion(messages, stream=True, **asked)
+        for choice in chunk.choices
+        for piece in choice.delta.tool_calls or []
+    ]
+    assert json.loads("".join(pieces)) == {"city": "Paris"} and len(pieces) > 1
     result = {"role": "tool", "tool_call_id": call.id, "content": "It rains."}
-    answer = client.chat_completion([*messages, called, result], **asked).choices[0].message
+    answer = parrot_client.chat_completion([*messages, called, result], **asked).choices[0].message
     assert "It rains." in answer.content and not answer.tool_calls
+
+
+def test_exactly_the_object_that_the_model_says(parrot_client: InferenceClient) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": CITY}}
+    asked: dict[str, Any] = {"model": PARROT, "response_format": form, "max_tokens": 60}
+    messages: list[Any] = [{"role": "user", "content": OBJECT}]
+    assert parrot_client.chat_completion(messages, **asked).choices[0].message.content == OBJECT
+    chunks = list(parrot_client.chat_completion(messages, stream=True, **asked))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == OBJECT

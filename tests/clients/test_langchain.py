@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -22,7 +23,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
-from tests.clients.conftest import CALL, PARROT
+from tests.clients.conftest import CALL, OBJECT, PARROT
 from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
@@ -164,6 +165,15 @@ def test_tools_that_may_be_called_and_results_that_come_back(
     assert "rain in Paris, 9 C" in answer.text and not answer.tool_calls
 
 
+def test_a_streamed_call_that_the_model_chooses(parrot_chat: ChatOpenAI) -> None:
+    joined = None
+    for chunk in parrot_chat.bind_tools([get_weather]).stream(CALL):
+        joined = chunk if joined is None else joined + chunk
+    assert isinstance(joined, AIMessageChunk)
+    (call,) = joined.tool_calls
+    assert (call["name"], call["args"]) == ("get_weather", {"city": "Paris"})
+
+
 def test_strict_tools(parrot_chat: ChatOpenAI) -> None:
     """langchain makes every parameter of a strict tool required."""
     bound = parrot_chat.bind_tools([get_weather], strict=True)
@@ -193,3 +203,36 @@ def test_streamed_structured_output(chat: ChatOpenAI) -> None:
     question = "Plan a trip that starts in Paris, France."
     *_, last = model.stream(question)
     assert last == model.invoke(question)
+
+
+class Capital(BaseModel):
+    """A capital."""
+
+    city: str
+
+
+def test_exactly_the_object_that_the_model_says(parrot_chat: ChatOpenAI) -> None:
+    model = parrot_chat.with_structured_output(Capital, method="json_schema")
+    assert model.invoke(OBJECT) == Capital(city="Paris")
+    *_, last = model.stream(OBJECT)
+    assert last == Capital(city="Paris")
+    model = parrot_chat.with_structured_output(Capital, method="function_calling")
+    assert model.invoke(CALL.replace("get_weather", "Capital")) == Capital(city="Paris")
+
+
+def test_the_responses_api(embedded: Running, parrot: Running) -> None:
+    """ChatOpenAI chooses this API by itself for some options."""
+    options: dict[str, Any] = {"api_key": "unused", "max_retries": 0, "use_responses_api": True}
+    chat = ChatOpenAI(model="smollm2", base_url=f"{embedded.url}/v1", temperature=0, **options)
+    question = [
+        SystemMessage("Answer in one word."),
+        HumanMessage("What is the capital of France?"),
+    ]
+    whole = chat.invoke(question).text
+    assert "Paris" in whole
+    assert "".join(chunk.text for chunk in chat.stream(question)) == whole
+    chat = ChatOpenAI(model=PARROT, base_url=f"{parrot.url}/v1", **options)
+    (call,) = chat.bind_tools([get_weather]).invoke(CALL).tool_calls
+    assert (call["name"], call["args"]) == ("get_weather", {"city": "Paris"})
+    structured = chat.with_structured_output(Capital, method="json_schema")
+    assert structured.invoke(OBJECT) == Capital(city="Paris")

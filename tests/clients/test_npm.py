@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.clients.conftest import OBJECT
 from tests.serve.running import Running
 
 PROGRAMS = Path(__file__).parent / "npm"
@@ -39,12 +40,15 @@ def run(program: str, *arguments: str) -> dict[str, Any]:
 
 def check(found: dict[str, Any]) -> None:
     """Every client streams what it also gets whole, follows a schema, and calls a tool that the
-    model chooses, whose result is in the next prompt."""
+    model chooses, whose result is in the next prompt. A model that repeats the user's message shows
+    that nothing is lost on the way."""
     assert "Paris" in found["text"]
     assert found["streamed"] == found["text"]
     assert isinstance(found["object"]["city"], str)
     assert found["streamed_object"] == found["object"]
     assert "It rains in Paris." in found["answer"]
+    exact = {"object": OBJECT, "streamed_object": OBJECT, "streamed_call": json.loads(OBJECT)}
+    assert found["exact"] == exact
 
 
 def test_openai_chat(embedded: Running, parrot: Running) -> None:

@@ -15,7 +15,7 @@ from ollama._types import ChatRequest, GenerateRequest, Options
 from octavo.serve.api.ollama_api import OPTIONS
 from octavo.serve.api.protocol import Common
 from octavo.serve.api.request_fields import OLLAMA
-from tests.clients.conftest import CALL, PARROT
+from tests.clients.conftest import CALL, OBJECT, PARROT
 from tests.serve.running import Running
 from tests.serve.test_ollama import IGNORED_OPTIONS
 
@@ -76,16 +76,27 @@ def test_tools_and_their_results(parrot: Running) -> None:
     assert "It rains in Paris." in (answer.content or "") and not answer.tool_calls
 
 
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+}
+
+
 def test_structured_output(client: Any) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 20}},
-        "required": ["city"],
-    }
-    reply = client.chat(MODEL, messages=QUESTION, format=schema, options=GREEDY)
+    reply = client.chat(MODEL, messages=QUESTION, format=CITY, options=GREEDY)
     assert set(json.loads(reply.message.content)) == {"city"}
-    parts = client.chat(MODEL, messages=QUESTION, format=schema, options=GREEDY, stream=True)
+    parts = client.chat(MODEL, messages=QUESTION, format=CITY, options=GREEDY, stream=True)
     assert "".join(part.message.content for part in parts) == reply.message.content
+
+
+def test_exactly_the_object_that_the_model_says(parrot: Running) -> None:
+    client = ollama.Client(host=parrot.url)
+    said = [{"role": "user", "content": OBJECT}]
+    assert client.chat(PARROT, messages=said, format=CITY).message.content == OBJECT
+    parts = list(client.chat(PARROT, messages=said, format=CITY, stream=True))
+    assert "".join(part.message.content or "" for part in parts) == OBJECT and len(parts) > 2
+    assert client.generate(PARROT, OBJECT, format=CITY).response == OBJECT
 
 
 def test_the_model(client: Any) -> None:

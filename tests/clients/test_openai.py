@@ -1,5 +1,5 @@
-"""OpenAI's client with the embedded model: chats and Responses, whole and streamed, with tools,
-structured output and embeddings."""
+"""OpenAI's client: chats and Responses, whole and streamed, with tools, structured output and
+embeddings. The embedded model answers, and one that repeats a message where the reply is known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
-from tests.clients.conftest import CALL, PARROT
+from tests.clients.conftest import CALL, OBJECT, PARROT
 from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
@@ -185,6 +185,45 @@ def test_a_tool_that_the_model_of_a_response_chooses(parrot_client: Any, stream:
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."}
     answer = reply(input=[output], previous_response_id=first.id)
     assert answer.status == "completed" and "It rains." in answer.output_text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_exactly_what_the_model_says(parrot_client: Any, stream: bool) -> None:
+    """An object that follows a schema, and the arguments of a call that is demanded."""
+    completions = parrot_client.chat.completions
+
+    def reply(text: str, **fields: Any) -> Any:
+        asked = {"messages": [{"role": "user", "content": text}], "max_tokens": 200, **fields}
+        if not stream:
+            return completions.create(model=PARROT, **asked).choices[0].message
+        with completions.stream(model=PARROT, **asked) as events:
+            return events.get_final_completion().choices[0].message
+
+    schema = {"name": "answer", "schema": CITY, "strict": True}
+    form = {"type": "json_schema", "json_schema": schema}
+    assert reply(OBJECT, response_format=form).content == OBJECT
+    tools = [{"type": "function", "function": WEATHER}]
+    demanded = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in (demanded, "required"):
+        (call,) = reply(CALL, tools=tools, tool_choice=choice).tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Paris"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_exactly_what_the_model_of_a_response_says(parrot_client: Any, stream: bool) -> None:
+    def reply(message: str, **fields: Any) -> Any:
+        asked = {"model": PARROT, "input": message, "max_output_tokens": 200, **fields}
+        if not stream:
+            return parrot_client.responses.create(**asked)
+        with parrot_client.responses.stream(**asked) as events:
+            return events.get_final_response()
+
+    form = {"type": "json_schema", "name": "answer", "schema": CITY, "strict": True}
+    assert reply(OBJECT, text={"format": form}).output_text == OBJECT
+    tools = [{"type": "function", **WEATHER}]
+    for choice in ({"type": "function", "name": "get_weather"}, "required"):
+        (call,) = reply(CALL, tools=tools, tool_choice=choice).output
+        assert json.loads(call.arguments) == {"city": "Paris"}
 
 
 def test_structured_output_of_a_response(client: Any) -> None:

@@ -21,7 +21,7 @@ from agents import (
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
-from tests.clients.conftest import CALL, PARROT
+from tests.clients.conftest import CALL, OBJECT, PARROT
 from tests.serve.running import Running
 
 pytestmark = pytest.mark.slow
@@ -108,6 +108,25 @@ def test_an_output_type(embedded: Running) -> None:
         return run.final_output
 
     assert asyncio.run(streamed()) == found.final_output
+
+
+class Capital(BaseModel):
+    city: str
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_exactly_the_output_that_the_model_says(parrot: Running, stream: bool) -> None:
+    helper = agent(parrot, model=PARROT, output_type=Capital)
+
+    async def run() -> Any:
+        if not stream:
+            return (await Runner.run(helper, OBJECT)).final_output
+        streamed = Runner.run_streamed(helper, OBJECT)
+        async for _ in streamed.stream_events():
+            pass
+        return streamed.final_output
+
+    assert asyncio.run(run()) == Capital(city="Paris")
 
 
 def test_a_run_continues_a_stored_response(embedded: Running) -> None:

@@ -1,5 +1,5 @@
-"""litellm with the embedded model, through five of its providers: chats, streams, tools, structured
-output."""
+"""litellm through five of its providers: chats, streams, tools, structured output. The embedded model
+answers, and a model that repeats the user's message where the exact reply is known."""
 
 from __future__ import annotations
 
@@ -85,25 +85,29 @@ def test_a_tool_that_must_be_called(asked: dict[str, Any]) -> None:
     assert json.loads(streamed.function.arguments) == json.loads(call.function.arguments)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_tool_that_the_model_chooses_and_its_result(
-    parrot_url: str, provider: str, stream: bool
-) -> None:
-    asked = {
-        "model": f"{provider}/parrot",
-        "api_base": parrot_url + PROVIDERS[provider],
+@pytest.fixture(params=PROVIDERS)
+def parrot(request: pytest.FixtureRequest, parrot_url: str) -> dict[str, Any]:
+    """The arguments that every call of a provider has, for the model that repeats a message."""
+    return {
+        "model": f"{request.param}/parrot",
+        "api_base": parrot_url + PROVIDERS[request.param],
         "api_key": "unused",
         "max_tokens": 200,
         "num_retries": 0,
-        "tools": [WEATHER],
     }
 
+
+def reply_to(asked: dict[str, Any], messages: list[Any], stream: bool, **fields: Any) -> Any:
+    found = litellm.completion(**asked, messages=messages, stream=stream, **fields)
+    if stream:
+        found = litellm.stream_chunk_builder(list(found))
+    return found.choices[0].message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_the_model_chooses_and_its_result(parrot: dict[str, Any], stream: bool) -> None:
     def reply(messages: list[Any]) -> Any:
-        found = litellm.completion(**asked, messages=messages, stream=stream)
-        if stream:
-            found = litellm.stream_chunk_builder(list(found))
-        return found.choices[0].message
+        return reply_to(parrot, messages, stream, tools=[WEATHER])
 
     messages: list[Any] = [{"role": "user", "content": CALL}]
     called = reply(messages)
@@ -113,6 +117,23 @@ def test_a_tool_that_the_model_chooses_and_its_result(
     result = {"role": "tool", "tool_call_id": call.id, "content": "It rains."}
     answer = reply([*messages, called.model_dump(), result])
     assert "It rains." in answer.content and not answer.tool_calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_exactly_the_arguments_and_the_object_that_the_model_says(
+    parrot: dict[str, Any], stream: bool
+) -> None:
+    text = '{"name":"Paris"}'
+    if parrot["model"].startswith("anthropic"):  # litellm asks for a call in place of a schema.
+        text = CALL.replace("get_weather", "json_tool_call").replace("city", "name")
+    said = [{"role": "user", "content": text}]
+    content = reply_to(parrot, said, stream, response_format=City).content
+    assert City.model_validate_json(content) == City(name="Paris")
+    if not parrot["model"].startswith("ollama_chat"):  # Ollama's API cannot demand a call.
+        said = [{"role": "user", "content": CALL}]
+        choice = {"type": "function", "function": {"name": "get_weather"}}
+        (call,) = reply_to(parrot, said, stream, tools=[WEATHER], tool_choice=choice).tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Paris"}
 
 
 def test_structured_output(asked: dict[str, Any]) -> None:

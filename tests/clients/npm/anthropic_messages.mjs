@@ -1,6 +1,6 @@
 import Anthropic from '@anthropic-ai/sdk';
 import {
-  callQuestion, citySchema, model, parrot, parrotUrl, question, report, system, url, weatherOf, weatherQuestion,
+  callQuestion, citySchema, model, objectQuestion, parrot, parrotUrl, question, report, system, url, weatherOf, weatherQuestion,
 } from './common.mjs';
 
 const connect = (base) => new Anthropic({ baseURL: base, apiKey: 'unused', maxRetries: 0 });
@@ -33,6 +33,12 @@ const answer = await connect(parrotUrl).messages.create({
 const structured = { ...greedy, messages, output_config: { format: { type: 'json_schema', schema: citySchema } } };
 const object = await client.messages.create(structured);
 const streamedObject = await client.messages.stream(structured).finalText();
+const said = { ...structured, model: parrot, messages: [{ role: 'user', content: objectQuestion }] };
+const exact = {
+  object: (await connect(parrotUrl).messages.create(said)).content[0].text,
+  streamed_object: await connect(parrotUrl).messages.stream(said).finalText(),
+  streamed_call: (await connect(parrotUrl).messages.stream({ ...chosen, messages: [first] }).finalMessage()).content[0].input,
+};
 const counted = await client.messages.countTokens({ model, system, messages });
 
 report({
@@ -43,6 +49,7 @@ report({
   answer: answer.content[0].text,
   object: JSON.parse(object.content[0].text),
   streamed_object: JSON.parse(streamedObject),
+  exact,
   counted: counted.input_tokens,
   input: whole.usage.input_tokens + (whole.usage.cache_read_input_tokens ?? 0),
 });

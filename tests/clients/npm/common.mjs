@@ -7,6 +7,7 @@ export const model = 'smollm2';
 export const parrotUrl = process.argv[3];
 export const parrot = 'tiny';
 export const callQuestion = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>';
+export const objectQuestion = '{"city":"Paris"}';
 export const weatherOf = (city) => `It rains in ${city}.`;
 export const system = 'Answer in one word.';
 export const question = 'What is the capital of France?';

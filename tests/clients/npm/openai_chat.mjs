@@ -1,6 +1,6 @@
 import OpenAI from 'openai';
 import {
-  callQuestion, citySchema, model, parrot, parrotUrl, question, report, system, url, weatherOf, weatherQuestion,
+  callQuestion, citySchema, model, objectQuestion, parrot, parrotUrl, question, report, system, url, weatherOf, weatherQuestion,
 } from './common.mjs';
 
 const connect = (base) => new OpenAI({ baseURL: `${base}/v1`, apiKey: 'unused', maxRetries: 0 });
@@ -36,6 +36,15 @@ const schema = { name: 'answer', schema: citySchema, strict: true };
 const structured = { ...greedy, messages, response_format: { type: 'json_schema', json_schema: schema } };
 const object = await client.chat.completions.create(structured);
 const streamedObject = await client.chat.completions.stream(structured).finalChatCompletion();
+const said = { ...structured, model: parrot, messages: [{ role: 'user', content: objectQuestion }] };
+const repeating = connect(parrotUrl).chat.completions;
+const asked = { model: parrot, max_tokens: 200, tools, messages: [{ role: 'user', content: callQuestion }] };
+const joinedCall = (await repeating.stream(asked).finalChatCompletion()).choices[0].message.tool_calls[0];
+const exact = {
+  object: (await repeating.create(said)).choices[0].message.content,
+  streamed_object: (await repeating.stream(said).finalChatCompletion()).choices[0].message.content,
+  streamed_call: JSON.parse(joinedCall.function.arguments),
+};
 const embedded = await client.embeddings.create({ model, input: ['a', 'b'] });
 
 report({
@@ -46,5 +55,6 @@ report({
   answer: await run.finalContent(),
   object: JSON.parse(object.choices[0].message.content),
   streamed_object: JSON.parse(streamedObject.choices[0].message.content),
+  exact,
   embeddings: embedded.data.map((entry) => entry.embedding.length),
 });

@@ -1,6 +1,6 @@
 import OpenAI from 'openai';
 import {
-  callQuestion, citySchema, model, parrot, parrotUrl, question, report, system, url, weatherOf, weatherQuestion,
+  callQuestion, citySchema, model, objectQuestion, parrot, parrotUrl, question, report, system, url, weatherOf, weatherQuestion,
 } from './common.mjs';
 
 const connect = (base) => new OpenAI({ baseURL: `${base}/v1`, apiKey: 'unused', maxRetries: 0 });
@@ -34,6 +34,15 @@ const structured = { ...greedy, input: question, text: { format } };
 const object = await client.responses.create(structured);
 const streamedObject = await client.responses.stream(structured).finalResponse();
 
+const said = { model: parrot, max_output_tokens: 60, input: objectQuestion, text: { format } };
+const repeating = connect(parrotUrl).responses;
+const joinedCall = (await repeating.stream({ ...chosen, input: callQuestion }).finalResponse()).output[0];
+const exact = {
+  object: (await repeating.create(said)).output_text,
+  streamed_object: (await repeating.stream(said).finalResponse()).output_text,
+  streamed_call: JSON.parse(joinedCall.arguments),
+};
+
 report({
   text: whole.output_text,
   streamed,
@@ -43,4 +52,5 @@ report({
   answer: answer.output_text,
   object: JSON.parse(object.output_text),
   streamed_object: JSON.parse(streamedObject.output_text),
+  exact,
 });

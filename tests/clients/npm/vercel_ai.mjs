@@ -4,7 +4,7 @@ import { createOpenAI } from '@ai-sdk/openai';
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
 import { generateObject, generateText, stepCountIs, streamObject, streamText, tool } from 'ai';
 import {
-  callQuestion, City, model as name, parrot, parrotUrl, question, report, system, url, weatherOf, weatherQuestion,
+  callQuestion, City, model as name, objectQuestion, parrot, parrotUrl, question, report, system, url, weatherOf, weatherQuestion,
 } from './common.mjs';
 
 const providers = {
@@ -46,6 +46,19 @@ const object = await generateObject(structured);
 let streamedObject;
 for await (const part of streamObject(structured).partialObjectStream) streamedObject = part;
 
+const repeating = { model: connect(parrotUrl, parrot), maxOutputTokens: 200, maxRetries: 0 };
+// For models that it does not know, the provider for Anthropic asks for a call of a tool named json.
+const asCall = process.argv[4] === 'anthropic';
+const said = { ...repeating, schema: City, prompt: asCall ? callQuestion.replace('get_weather', 'json') : objectQuestion };
+let lastPart;
+for await (const part of streamObject(said).partialObjectStream) lastPart = part;
+const chosen = { ...repeating, prompt: callQuestion, tools: { get_weather: tool(weather) } };
+const exact = {
+  object: JSON.stringify((await generateObject(said)).object),
+  streamed_object: JSON.stringify(lastPart),
+  streamed_call: (await streamText(chosen).toolCalls)[0].input,
+};
+
 report({
   text: whole.text,
   streamed,
@@ -54,4 +67,5 @@ report({
   answer: answer.text,
   object: object.object,
   streamed_object: streamedObject,
+  exact,
 });
