@@ -19,19 +19,25 @@ pytest.importorskip("playwright")
 
 from playwright.sync_api import Browser
 
+from octavo.bench.what_if import RecordedRun, simulated_lines
 from octavo.core.event_recorder import read_recording
+from octavo.core.event_stream import EventStream
 from octavo.core.reasons import NOT_ENOUGH_BLOCKS
+from octavo.core.simulate import EMBEDDED_CPU, VirtualClock
 from octavo.lessons.catalog import LESSONS
 from octavo.lessons.lesson import run_lesson
 from octavo.lessons.scenario import BASE_OPTIONS
 from octavo.llm import LLM
+from octavo.params import SamplingParams
 from octavo.replay_server import ReplayServer
+from octavo.types import Request
 from octavo.web_page import single_file
 from tests.core.stream_mirror import StreamMirror, named
 from tests.serve.running import Running, server
 from tests.tiny import model_dir
 from tests.web.browser import CHROMIUM, READ_ALL, Watched, chromium
 from tests.web.million_events import record_many
+from tests.workloads import make_engine
 
 pytestmark = [
     pytest.mark.slow,
@@ -432,6 +438,44 @@ def test_a_wait_is_explained_after_it_is_over(
     watched.close()
 
 
+def record_a_late_prompt() -> tuple[bytes, int]:
+    """Return a simulated run in which a second prompt is computed while the first request decodes,
+    and the step that computes it. A step takes the longer, the more prompt tokens it computes."""
+    clock = VirtualClock()
+    engine = make_engine(64, 4, rows=4, budget=64, depth=1, max_len=200, clock=clock)
+    parts: list[bytes] = []
+    stream = EventStream(engine)
+    stream.open(lambda lines, is_start: parts.append(lines))
+    prompts = {0: list(range(1, 30)), 20: list(range(29, 0, -1))}
+    for number in range(40):
+        if number in prompts:
+            params = SamplingParams(max_tokens=40, ignore_eos=True)
+            engine.add(Request(f"request {number}", prompts[number], params))
+        clock.sleep(0.004)
+        engine.step()
+    stream.flush()
+    lines = simulated_lines(RecordedRun(b"".join(parts).splitlines()), EMBEDDED_CPU, {}).encode()
+    admitted = [line for line in map(json.loads, lines.splitlines()) if line[0] == "admitted"]
+    return lines, admitted[1][2]
+
+
+def test_a_slow_token_is_explained_by_prompts_of_other_requests_alone(browser: Browser) -> None:
+    lines, step = record_a_late_prompt()
+    with replayed([lines]) as address:
+        watched = Watched(browser, address)
+        page = watched.page
+        page.wait_for_selector("body[data-ready]")
+        watched.go_to(step)
+        page.locator("#rows tr").nth(0).click()
+        page.wait_for_selector("#why .callout:has-text('prompt tokens of other requests')")
+        page.locator("#rows tr").nth(1).click()
+        page.wait_for_selector("#why .title .chip:text-is('B')")
+        assert "It generates one token per step." in page.inner_text("#why")
+        assert page.locator("#why .callout").count() == 0, "its own prompt was computed"
+        assert watched.errors == []
+        watched.close()
+
+
 def test_a_refused_request_is_explained(watched_server: Running, browser: Browser) -> None:
     watched = Watched(browser, watched_server.url)
     page = watched.page
@@ -612,10 +656,6 @@ def test_a_lesson_runs_in_the_browser(name: str, browser: Browser, lesson_llm: L
                 arg=str(moment.step),
             )
             compare(watched, run.recordings[moment.run])
-            if name == "prefix-cache":  # Its requests run one after another.
-                page.click("#tab-why")
-                assert "of other requests" not in page.inner_text("#why")
-                page.click("#tab-lesson")
         assert watched.errors == []
         watched.close()
 
