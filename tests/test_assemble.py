@@ -81,7 +81,9 @@ def test_without_graphs_their_memory_is_not_reserved(option: str) -> None:
 
 def test_a_kv_dtype_that_the_kernels_do_not_read_is_refused() -> None:
     assert resolved(kv_cache_dtype="int8").requirements.kv_dtype == "int8"
-    with pytest.raises(InvalidRequest, match="kernels read bfloat16, int8, fp8. Use one of those"):
+    with pytest.raises(
+        InvalidRequest, match="this device read bfloat16, int8, fp8. Use one of these"
+    ):
         resolved(kv_cache_dtype="float16")
 
 
@@ -89,7 +91,7 @@ def test_bounded_kv_needs_keys_that_can_be_moved() -> None:
     assert resolved(kv_eviction="sinks").cache.kv_budget == 1024
     with pytest.raises(InvalidRequest, match="its positions are learned"):
         resolved(model=replace(MODEL, moves_keys=False), kv_eviction="sinks")
-    with pytest.raises(InvalidRequest, match="compressed ones would lose"):
+    with pytest.raises(InvalidRequest, match="compressed keys would lose"):
         resolved(kv_eviction="sinks", kv_cache_dtype="int8")
 
 

@@ -1,8 +1,8 @@
 """Batching modes: when waiting requests may be admitted.
 
     continuous  at any time: there is no batch to wait for
-    adaptive    likewise, but steps compute only as many prompt tokens as the latency target allows
-                (step_budget.py)
+    adaptive    at any time, but steps compute only as many prompt tokens as the latency target
+                allows (step_budget.py)
     window      a batch collects requests for some milliseconds, or up to a number of requests. It
                 runs to its end, beside others while there are batch slots for a whole one
     static      a batch collects a number of requests and runs to its end, alone
@@ -24,13 +24,14 @@ from octavo.types import Sequence
 # (waiting sequences, now) -> how many of the first ones make the next batch; 0: wait for more
 FormBatch = Callable[[list[Sequence], float], int]
 MODES = ("continuous", "adaptive", "window", "static", "none")
-# Option -> the modes that use it.
+# The modes that use each option.
 MODES_OF_OPTION = {
     "max_batch": ("window", "static"),
     "window_ms": ("window",),
     "target_ms": ("adaptive",),
 }
-# Seconds after which a static batch starts even if it is not full. The last one may never be full.
+# Seconds after which a static batch starts although it is not full, because the last batch may
+# never be full.
 STATIC_TIMEOUT = 1.0
 
 

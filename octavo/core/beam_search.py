@@ -41,7 +41,7 @@ class BeamSearch:
     """The search of one request."""
 
     def __init__(self, root: Sequence):
-        self.root = root  # computes the prompt, later one of the beams
+        self.root = root  # the sequence that computes the prompt and is later one of the beams
         self.params = root.params
         self.width = root.params.width
         self.max_length = root.position_limit - root.prompt_len
@@ -103,7 +103,7 @@ class BeamSearch:
         return best_score / length**penalty <= self.finished[-1].score
 
     def outputs(self, eos_ids: frozenset[int]) -> list[Output]:
-        """Return the results. A beam search reports them together, at its end."""
+        """Return the results of all completions, at the end of the search."""
         outputs = []
         for index, text in enumerate(self.finished[: self.params.n]):
             tokens = [logprobs.token for logprobs in text.output]

@@ -6,9 +6,10 @@ It works on blocks and hashes, not on sequences. Every block is in exactly one s
     cached   no table holds it, content is known   ref_counts == 0, hash set   } in free_blocks
     free     no table holds it, nothing to reuse   ref_counts == 0, no hash    }
 
-free_blocks has them in the order in which allocate() takes them: first the free ones, the one that
-was released last in front, then the cached ones, the least recently used in front. No sequence uses
-block 0: padding in a batch writes to it. Cached blocks may belong to a tenant (cache_quota.py).
+allocate() takes blocks from the front of free_blocks: first the free blocks, starting with the one
+that was released last, then the cached blocks, starting with the least recently used one. No
+sequence uses block 0: padding in a batch writes to it. Cached blocks may belong to a tenant
+(cache_quota.py).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class FullBlock(NamedTuple):
     block: int
     hash: bytes  # hash of the tokens and of all tokens before them
     tokens: array[int]
-    parent: bytes  # hash of the block before it; b"": no block precedes it
+    parent: bytes  # hash of the previous block; b"" for the first block
 
 
 class BlockPool:
@@ -124,8 +125,8 @@ class BlockPool:
                 self.quota.add(self.tenants[block], block)
 
     def publish(self, full_block: FullBlock, tenant: str = "") -> None:
-        """Enter a full, committed block into the index. If the index has another block with the
-        same content, this one stays out of it, and is free once it is released."""
+        """Enter a full, committed block into the index. A block whose content the index has already
+        is not entered, and becomes free when it is released."""
         block = full_block.block
         if full_block.hash not in self.hash_index and self.hashes[block] is None:
             self.hash_index[full_block.hash] = block
@@ -147,8 +148,8 @@ class BlockPool:
         return block
 
     def match(self, hashes: list[bytes], tokens: array[int]) -> list[int]:
-        """Return the blocks of the longest prefix of `tokens` that the index has. `hashes` is its
-        hash chain."""
+        """Return the blocks of the longest prefix of `tokens` that is in the index. `hashes` is the
+        hash chain of `tokens`."""
         blocks: list[int] = []
         for index, content_hash in enumerate(hashes):
             start = index * self.block_size
@@ -168,7 +169,7 @@ class BlockPool:
         return FullBlock(block, content_hash, tokens, self.parent_hashes[block])
 
     def clear(self) -> None:
-        """Forget all contents. Blocks in use stay with the sequences that hold them."""
+        """Remove all contents from the index. Sequences keep the blocks that they hold."""
         for block in self.hash_index.values():
             self.hashes[block] = None
             self.block_tokens[block] = None

@@ -1,11 +1,11 @@
-"""Bounded KV: which block leaves a sequence whose KV cache has reached its budget.
+"""Bounded KV: chooses the block that a sequence drops when its KV has reached its budget.
 
 It works on one sequence, without tensors and without the pool.
 
-    sinks    the first blocks and the latest stay; the oldest block behind the sinks leaves
+    sinks    the first blocks and the latest stay; the oldest block behind the sinks is dropped
              (StreamingLLM)
-    heavy    likewise, but among the blocks between the sinks and the latest half, the block that
-             received the least attention leaves (H2O)
+    heavy    of the blocks between the sinks and the latest half, the block that received the least
+             attention is dropped (H2O)
 
 A token's position is its place in the cache: tokens behind a dropped block move up by one block.
 
@@ -23,7 +23,7 @@ from octavo.errors import InvalidRequest
 from octavo.types import Sequence
 
 KV_EVICTIONS = ("none", "sinks", "heavy")
-# Attention samples per block. A sample may cost a pass over the keys in float32.
+# Attention samples per block. Each sample may need a pass over the keys in float32.
 SAMPLES_PER_BLOCK = 4
 MASS_DECAY = 0.9  # weight of the previous samples when a new one is added
 
@@ -62,13 +62,13 @@ def pick_block(seq: Sequence, cache: CacheConfig) -> int:
     if cache.kv_eviction == "sinks" or not mass:
         return sinks
     candidates = range(sinks, max(sinks + 1, num_blocks - max(num_blocks // 2, 1)))
-    # min() takes the oldest of several equals.
+    # min() returns the oldest of several equal blocks.
     return min(candidates, key=lambda block: mass[block] if block < len(mass) else 1.0)
 
 
 def samples_attention(seq: Sequence, position: int, cache: CacheConfig) -> bool:
-    """Return whether the attention of a generated token counts: only if the sequence will outgrow
-    its budget, and SAMPLES_PER_BLOCK times per block."""
+    """Return whether the attention of a generated token is measured: SAMPLES_PER_BLOCK times per
+    block, if the sequence will outgrow its budget."""
     return (
         position + seq.dropped_tokens >= seq.prompt_len
         and seq.position_limit > cache.kv_budget
@@ -77,7 +77,7 @@ def samples_attention(seq: Sequence, position: int, cache: CacheConfig) -> bool:
 
 
 def add_attention_sample(seq: Sequence, sample: list[float]) -> None:
-    """Fold one sample of attention per block into the sequence's running sums."""
+    """Add a sample of attention per block to the sequence's running sums."""
     seq.attention_mass = [
         MASS_DECAY * previous + current
         for previous, current in zip_longest(seq.attention_mass, sample, fillvalue=0.0)

@@ -27,7 +27,8 @@ class SourceLine(NamedTuple):
 
 @cache
 def decision_sources() -> dict[str, list[SourceLine]]:
-    """Return reason -> the places that give it. It is empty where there is no source code."""
+    """Return the places that give each reason. The dictionary is empty if there is no source
+    code."""
     found: dict[str, list[SourceLine]] = {}
     for name, reason in vars(reasons).items():
         if name.isupper() and isinstance(reason, str):

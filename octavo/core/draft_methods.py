@@ -1,15 +1,15 @@
 """The option --speculative: METHOD[,NAME=VALUE...], or vLLM's speculative_config as a dictionary.
 
-    auto             a draft head where one belongs to the model and is measured to pay, else off
+    auto             a draft head if the model has one that is measured to pay, else off
     off              no speculative decoding
-    ngram            looks the last tokens up in the same text (min, max: how many tokens)
-    suffix           looks there and in earlier replies to the same tenant (min, max)
+    ngram            searches the same text for the last tokens (min, max: how many tokens)
+    suffix           searches it and earlier replies to the same tenant (min, max)
     early_exit       the model's own first layers draft (layer: how many)
     head             a trained draft head drafts (model: its directory)
     draft_model      a smaller model drafts (model: its directory)
 
-Every method takes k, the most tokens that one step verifies for a sequence, and adaptive=no, which
-verifies that many always instead of as many as measurements show to pay. The last three take
+Every method takes k, the most drafts that one step verifies for a sequence, and adaptive=no, which
+verifies k drafts in every step, even if measurements show that fewer pay. The last three take
 lookup=yes: where the last tokens occur earlier in the text, its continuation is drafted instead.
 """
 
@@ -27,7 +27,7 @@ from octavo.errors import InvalidRequest
 from octavo.params import check_whole
 
 MAX_DRAFTS = 16
-# The names that each method takes besides k and adaptive, and the fields they set.
+# The settings of each method besides k and adaptive -> the fields of SpeculativeConfig.
 METHODS: dict[str, dict[str, str]] = {
     "auto": {},
     "ngram": {"min": "ngram_min", "max": "ngram_max"},
@@ -36,7 +36,7 @@ METHODS: dict[str, dict[str, str]] = {
     "head": {"model": "model", "lookup": "lookup"},
     "draft_model": {"model": "model", "lookup": "lookup"},
 }
-# Names in vLLM's dictionary, and ours.
+# vLLM's names of settings -> our names.
 VLLM_METHODS = {"eagle3": "head"}
 VLLM_NAMES = {
     "num_speculative_tokens": "k",

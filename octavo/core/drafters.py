@@ -1,10 +1,10 @@
-"""Drafters that run on the host: they guess the next tokens of a sequence from text that is known.
+"""Drafters that run on the host: they guess the next tokens of a sequence from earlier text.
 
-    ngram    looks for the sequence's last few tokens earlier in the same sequence
-    suffix   looks there, and in what was generated earlier for the same tenant
+    ngram    searches the same sequence for its last few tokens
+    suffix   searches it, and the text that was generated earlier for the same tenant
 
-A draft is never trusted: the model verifies it (octavo/core/speculation.py), so a bad drafter costs
-time and changes no token.
+The model verifies each draft (octavo/core/speculation.py), so a bad drafter costs time and changes
+no token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class HostDrafter(Protocol):
         """Guess up to `count` tokens that follow the tokens of the sequence."""
 
     def finished(self, seq: Sequence) -> None:
-        """Learn from a sequence that has ended."""
+        """Store the text of a sequence that has ended."""
 
 
 class NgramDrafter:
@@ -43,8 +43,8 @@ class SuffixDrafter:
     """Proposes what followed the longest suffix of the sequence that occurs earlier in it, or in
     text that was generated for the same tenant and cache salt.
 
-    Each of these keeps its latest `history_tokens` tokens, with an index of every `shortest` tokens
-    in a row. Tenants that have not finished a sequence for the longest time are forgotten."""
+    Each tenant and salt has the latest `history_tokens` generated tokens, with an index of every
+    `shortest` tokens in a row. The least recently used histories are dropped."""
 
     MAX_HISTORIES = 64
 
@@ -102,7 +102,7 @@ class History:
         end = self.end_of.get(text[-self.width :].tobytes())
         if end is None:
             return array("i")
-        # Another occurrence may agree with more of the text: look for it in the history.
+        # Another occurrence may agree with more of the text, so the history is searched.
         found = continuation_of(self.tokens, text, self.width + 1, longest, count)
         if not found:
             found = self.tokens[end : end + count]
@@ -115,14 +115,14 @@ def continuation_of(
     known: array[int], text: array[int], shortest: int, longest: int, count: int
 ) -> array[int]:
     """Return up to `count` tokens that follow the last occurrence in `known` of the end of `text`.
-    The longest end that occurs is used, of at most `longest` tokens. If its last `shortest` tokens
-    do not occur, the result is empty.
+    The longest end that occurs is used, of at most `longest` tokens. The result is empty if not
+    even the last `shortest` tokens occur.
 
     The search runs over the bytes of the array, which is ten times as fast as comparing Python
     integers."""
     token_bytes = known.itemsize
     haystack = known.tobytes()
-    # The end of a text must not find itself.
+    # The match must not be the end of the text itself.
     end = len(haystack) - (token_bytes if known is text else 0)
     found_end = -1
     for length in range(shortest, min(longest, len(text)) + 1):

@@ -11,8 +11,8 @@ from octavo.core.engine import Engine
 
 @contextmanager
 def dummy_run(engine: Engine) -> Iterator[None]:
-    """Steps that run inside this context are a dummy run: nothing listens to them, and neither
-    their cache lookups nor their drafts are counted."""
+    """Steps that run inside this context are a dummy run: they emit no events, and their cache
+    lookups and drafts are not counted."""
     counters = engine.scheduler.counters
     queried_tokens = counters.queried_tokens
     cached_tokens = counters.cached_tokens

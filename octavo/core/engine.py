@@ -1,6 +1,6 @@
 """The engine loop: plan, launch, commit, with up to `depth` steps in flight.
 
-One thread calls it; it starts none itself.
+One thread calls the engine. The engine starts no thread.
 
 depth 1    plan 1 | launch 1 ........ wait 1 | commit 1 | plan 2 | launch 2 ...
 depth 2    plan 1 | launch 1 | plan 2 | launch 2 | wait 1 | commit 1 | plan 3 | launch 3 | ...
@@ -58,7 +58,8 @@ class Engine:
         self.host_time = HostTime()
         self.events = scheduler.events
         self._last_landing = 0.0
-        self._late_outputs: list[Output] = []  # outputs of a step that was interrupted
+        # Outputs of an interrupted step. The next step() returns them.
+        self._late_outputs: list[Output] = []
         # The last interrupt after which the scheduler's state is known to be consistent.
         self.handled_interrupt: BaseException | None = None
 

@@ -17,11 +17,11 @@ from octavo.core.stream_numbers import StreamNumbers
 from octavo.core.tier_index import TierIndex
 from octavo.types import Plan, Sequence
 
-FORMAT = 1  # version of the stream; raised when a reader must be changed
+FORMAT = 1  # version of the stream's format
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
-    """Return what does not change while the engine runs."""
+    """Return the facts that do not change while the engine runs."""
     scheduler = engine.scheduler
     schedule = scheduler.schedule
     tiers = scheduler.tiers
@@ -133,7 +133,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the numbers in their order as (first, count) of runs that count upwards."""
+    """Return the numbers in their order as runs of consecutive numbers: (first, count)."""
     runs: list[tuple[int, int]] = []
     first = count = 0
     for number in numbers:

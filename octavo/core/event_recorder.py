@@ -1,8 +1,8 @@
 """Writes an event stream to a file of bounded size, for `octavo replay`.
 
-When the file is full it becomes FILE.1, which replaces an earlier one, and a new file begins with a
-snapshot. The two together hold the latest events. Lines are appended, so that an engine process
-that replaces another continues its recording.
+A full file is renamed to FILE.1, which replaces an earlier FILE.1, and a new file begins with a
+snapshot. The two files hold the latest events. Lines are appended, so that an engine process that
+replaces another continues its recording.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class EventRecorder:
 
 
 def previous_part(path: Path) -> Path:
-    """Return where a full file is moved to."""
+    """Return the path to which a full file is moved."""
     return path.with_name(f"{path.name}.1")
 
 
 def read_recording(path: str | Path) -> bytes:
-    """Return the lines of a recording, both parts, without a line that was cut off at the end."""
+    """Return the lines of both files of a recording, without an incomplete last line."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:

@@ -11,9 +11,9 @@ reader that applies the following events to that state, in their order, has the 
 after each of them. Snapshots are repeated, so that a reader may begin at any of them, and may check
 itself (engine_snapshot.py).
 
-A stream has lengths, states and numbers. It has text only if it is given a TextSource. Contents of
-blocks are numbered in the order in which they appear, so a stream shows which blocks are equal and
-nothing else about them.
+A stream has lengths, states and numbers. It has text only with a TextSource. Contents of blocks are
+numbered in the order in which they appear, so a stream shows which blocks are equal and nothing
+else about them.
 
 Nothing listens to the engine before open() and after close(). Only the engine's thread calls this
 class, and it passes the lines on in batches.
@@ -66,7 +66,7 @@ from octavo.events import (
 )
 from octavo.types import Item, Sequence
 
-# What follows kind, number, step and time in a line of each kind. Sequences are given by
+# The values in a line of each kind, after kind, number, step and time. Sequences are given by
 # Sequence.id, contents by their number in this stream, times in microseconds since its start.
 FIELDS: dict[str, tuple[str, ...]] = {
     "snapshot": ("about", "state"),
@@ -111,13 +111,13 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 FLUSH_SECONDS = 0.05  # Lines are passed on at most this often while steps are running.
-MAX_RECORDS = 4096  # Lines are passed on before more than this many are kept.
-# A snapshot is due when the lines since the last one have this many bytes, or are this many times
-# as large as it was.
+MAX_RECORDS = 4096  # At most this many lines are kept before they are passed on.
+# A snapshot is due when the lines since the last snapshot have this many bytes, and this many times
+# its size.
 SNAPSHOT_BYTES = 2**18
 SNAPSHOT_RATIO = 16
 MAX_TEXT = 600  # characters of a prompt
-MAX_CONTENTS = 2**18  # Numbers of contents that are gone are forgotten when there are more.
+MAX_CONTENTS = 2**18  # Above this number of contents, the numbers of evicted contents are dropped.
 
 Sink = Callable[[bytes, bool], None]  # (lines, whether they begin with a snapshot)
 encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
@@ -146,7 +146,7 @@ class EventStream:
         """`about` are further facts for the snapshot, such as the name of the model."""
         self.engine = engine
         self.scheduler = engine.scheduler
-        # Readers tell engines, and a new stream of one from a new engine, by their names.
+        # Readers distinguish engines, and the streams of one engine, by these names.
         self.about = {"engine": os.urandom(6).hex()} | (about or {})
         self.text = text
         self.sinks: list[Sink] = []
@@ -154,7 +154,7 @@ class EventStream:
         self.pieces: dict[int, TextPieces] = {}  # by Sequence.id
         self.decode: list[int] | None = None  # the sequences that decode in the latest plan
         self.not_admitted_ids: set[int] = set()  # sequences with a NotAdmitted event in this plan
-        self.records: list[tuple[Any, ...]] = []  # the lines to come, not yet encoded
+        self.records: list[tuple[Any, ...]] = []  # lines that are not encoded yet
         self.number = 0  # number of the last event that became a line
         self.bytes_left = 0  # bytes until the next snapshot
         self.flushed_at = 0.0  # on the scheduler's clock
@@ -195,7 +195,7 @@ class EventStream:
     # ---- opening and passing on ------------------------------------------------------------------
 
     def open(self, sink: Sink) -> None:
-        """Add a sink. It first gets a snapshot. No step may be half-done."""
+        """Add a sink, which first gets a snapshot. Call this between two steps."""
         if not self.sinks:
             self._begin()
             self.engine.events.subscribe(self.on_event, *self.handlers)
@@ -204,14 +204,14 @@ class EventStream:
         self.add_snapshot()
 
     def close(self, sink: Sink) -> None:
-        """Remove a sink. The last one also ends the listening."""
+        """Remove a sink. Without sinks, the stream unsubscribes from the engine."""
         self.flush()
         self.sinks.remove(sink)
         if not self.sinks:
             self.engine.events.unsubscribe(self.on_event)
 
     def _begin(self) -> None:
-        """Begin a new stream, which readers tell from another by its name."""
+        """Begin a new stream with a new name, by which readers distinguish it."""
         self.about["stream"] = os.urandom(6).hex()
         self.about["unix_time"] = time.time()
         self.numbers = StreamNumbers(self.scheduler.clock())
@@ -224,7 +224,8 @@ class EventStream:
         """Pass on the lines so far, and then a snapshot."""
         self.flush()
         self._forget_contents()
-        self.decode = None  # The next plan lists them again, so that a reader can begin here.
+        # The next plan lists the decoding sequences again, so that a reader can begin here.
+        self.decode = None
         about = describe_engine(self.engine) | self.about
         about |= {"fields": FIELDS, "shows_text": self.text is not None}
         state = describe_state(self.engine, self.numbers)
@@ -372,7 +373,7 @@ class EventStream:
         self._add("planned", event, event.token_budget, *details)
 
     def _take_not_tried(self) -> list[int] | None:
-        """Forget the reasons of sequences that this plan did not try. Return the sequences."""
+        """Drop the reasons of sequences that this plan did not try. Returns the sequences."""
         reasons = self.numbers.reasons
         not_tried = [seq_id for seq_id in reasons if seq_id not in self.not_admitted_ids]
         for seq_id in not_tried:

@@ -1,7 +1,7 @@
 """The sequences of each request: one at first, more after forks (n > 1, best_of) or beam search.
 
-This file forks sequences and keeps track of them. beam_search.py decides which beams continue; the
-scheduler frees slots and blocks of sequences that end.
+This module forks sequences and lists the sequences of each request. beam_search.py decides which
+beams continue, and the scheduler frees slots and blocks of sequences that end.
 
     n > 1    the prompt is computed except for its last token; then each child shares the block
              table and computes that token itself
@@ -29,8 +29,8 @@ class SequenceGroups:
         self.live: dict[int, Sequence] = {}
         self.by_request: dict[str, list[Sequence]] = {}
         self.searches: dict[str, BeamSearch] = {}  # by request
-        # Sequences whose batch slot the next plan must fill: forks, and beams whose token the
-        # device did not choose itself.
+        # Sequences whose batch slot the next plan must fill: forks, and beams that continue with a
+        # token that the device did not sample.
         self.stale_slots: dict[int, Sequence] = {}
         self.ids = itertools.count(1)
 
@@ -51,8 +51,8 @@ class SequenceGroups:
             self.searches.pop(seq.request.id, None)
 
     def unfinished_indices(self, request_id: str) -> list[int]:
-        """Return the completions without a terminal output: live ones and children not yet
-        forked."""
+        """Return the completions without a last output: live sequences, and children that are not
+        forked yet."""
         group = self.by_request.get(request_id, [])
         if request_id in self.searches:
             return list(range(group[0].params.completions))
@@ -124,8 +124,8 @@ class SequenceGroups:
     def blocking_beams(self) -> list[Sequence]:
         """Return beams that have reported and hold slots and blocks that their siblings need.
 
-        They may keep them while every sibling that has not reported is decoding, because such a
-        sibling makes progress without more room."""
+        A beam that has reported keeps its slot and blocks while every other sibling is decoding,
+        because a decoding sibling can advance without them."""
         blocking: list[Sequence] = []
         for request_id in self.searches:
             group = self.by_request[request_id]

@@ -1,7 +1,7 @@
 """The invariants that hold between two steps. An AssertionError names the one that is broken.
 
-These functions see all of the scheduler's state and change none of it. docs/core.md gives the
-reason for each invariant.
+These functions read the scheduler's state and do not change it. docs/core.md gives the reason for
+each invariant.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     chunk         prompt tokens of a step, at most token_budget
     block_limit   blocks that may be used; the others are withheld
 
-No change can leave a request waiting for ever: a limit that a live request may need more than is
-refused. The tokens of a request do not depend on any of these settings.
+A limit below the needs of a live request is refused, so no change can leave a request waiting for
+ever. The tokens of a request do not depend on any of these settings.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def describe_settings(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def change_settings(scheduler: Scheduler, changes: dict[str, Any]) -> None:
-    """Change settings between two steps. Raises InvalidRequest, and keeps the settings before the
-    one that is invalid."""
+    """Change settings between two steps. Raises InvalidRequest at an invalid setting, after the
+    settings before it have been changed."""
     for name, value in changes.items():
         if name not in CHANGES:
             raise InvalidRequest(f"{name} cannot be changed: use {', '.join(CHANGES)}", name)
@@ -79,7 +79,7 @@ def change_chunk(scheduler: Scheduler, tokens: int) -> None:
 
 
 def change_block_limit(scheduler: Scheduler, num_blocks: int) -> None:
-    """Withhold blocks, as far as they are not in use, or give them back."""
+    """Withhold free blocks, or give withheld blocks back to the pool."""
     pool = scheduler.pool
     needed = max((_most_blocks(scheduler, seq) for seq in scheduler.live.values()), default=1)
     check_whole("block_limit", num_blocks, 1, pool.num_blocks)
@@ -99,8 +99,8 @@ def change_block_limit(scheduler: Scheduler, num_blocks: int) -> None:
         pool.release(block)
     if returned and BlocksReleased in scheduler.events.listeners:
         scheduler.events.emit(BlocksReleased(None, returned))
-    pool.unpublished_blocks.clear()  # No plan stores what was evicted here in a lower tier.
-    # A request that needs more can never run, and is refused when it arrives.
+    pool.unpublished_blocks.clear()  # These contents are not stored in a lower tier.
+    # A request that needs more blocks can never run and is refused when it arrives.
     limit = pool.num_blocks - len(pool.withheld)
     scheduler.cache = replace(scheduler.cache, num_blocks=limit)
 
@@ -112,8 +112,8 @@ def _most_blocks(scheduler: Scheduler, seq: Sequence) -> int:
 
 
 def change_policy(scheduler: Scheduler, name: str) -> None:
-    """Rank all sequences anew. Under a policy with changing ranks, those that have started come
-    before those that have not, in the order of arrival."""
+    """Rank all sequences again. Under a policy with changing ranks, sequences that have started
+    come first, in the order of arrival."""
     if name not in POLICIES:
         raise InvalidRequest(f"unknown policy {name!r}: use {', '.join(POLICIES)}", "policy")
     if scheduler.schedule.depth > 1 and POLICIES[name].preemptive:
@@ -138,7 +138,7 @@ def change_policy(scheduler: Scheduler, name: str) -> None:
 
 
 def _replace_shaper(scheduler: Scheduler) -> None:
-    """Make a shaper for the present policy. It keeps the budget and the batches."""
+    """Make a shaper for the current policy, with the budget and the batches of the previous one."""
     before = scheduler.shaper
     scheduler.events.unsubscribe(before._learn)
     shaper = StepShaper(scheduler.schedule, scheduler.queues, scheduler.prefix)

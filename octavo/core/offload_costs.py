@@ -1,4 +1,5 @@
-"""The offload cost model: is loading a block from a lower tier faster than recomputing it?
+"""The offload cost model: decides whether loading a block from a lower tier is faster than
+recomputing it.
 
 It compares measured seconds per block of each tier with the measured prefill speed. It uses plans
 and the times of their steps, not contents.
@@ -29,7 +30,7 @@ class OffloadCosts:
     refusals: int = 0
 
     def loading_pays(self, disk: bool = False) -> bool:
-        """Return whether loading a block, from disk or host memory, beats recomputing it."""
+        """Return whether loading a block from disk or host memory is faster than recomputing it."""
         if not self.prefill_tokens:
             return True
         recompute_seconds = self.block_size * self.prefill_seconds / self.prefill_tokens

@@ -1,23 +1,23 @@
 """Scheduling policies: the order of the queue, and which sequence is preempted when batch slots or
 blocks run out. Policies use sequences, but no blocks and no clock.
 
-A policy gives each sequence a policy rank: a number, lowest first. Most of these numbers are
-seconds; those of `fair` are tokens. The scheduler does the rest:
+A policy gives each sequence a policy rank: a number, lowest first. The unit is seconds, except for
+`fair`, where it is tokens. The scheduler uses the rank as follows:
 
     waiting, prefilling and decoding are kept in rank order, and plans are filled from the front
     a decoding sequence that needs a block takes it from a sequence with a later rank that is not in
     the plan yet, or is preempted itself
     a prefilling sequence takes blocks only from prefilling ones with a later rank, or waits
 
-No livelock, whatever the policy: among running sequences, the one with the lowest rank never loses
-its blocks to another running one, because the rank of a sequence that has started does not change.
-It may wait for blocks while others decode, but they end or are preempted, so it advances in the
-end. There are two exceptions. A beam that has reported makes room for its siblings, whatever its
-rank. Under a policy with changing ranks, a rank changes once more: a preempted sequence comes first
-from then on.
+There is no livelock under any policy: among running sequences, the sequence with the lowest rank
+never loses its blocks to another running one, because the rank of a sequence that has started does
+not change. It may wait for blocks while others decode, but these end or are preempted, so it
+advances in the end. There are two exceptions. A beam that has reported makes room for its siblings,
+whatever its rank. Under a policy with changing ranks, a rank changes once more: a preempted
+sequence comes first from then on.
 
-No starvation, if a rank is the time of arrival plus a bounded number of seconds: a request that
-arrives much later comes after. `Fair` reaches the same with its counters of tokens.
+There is no starvation if a rank is the time of arrival plus a bounded number of seconds: a request
+that arrives much later comes after. `Fair` achieves the same with its counters of tokens.
 
 To write your own policy, subclass Policy with a `rank` and name it: --policy package.module:Class.
 """
@@ -36,7 +36,7 @@ from octavo.types import Sequence
 class Policy:
     """First come, first served. Base class of all policies."""
 
-    # True: a rank never changes. False: the scheduler asks again until the sequence starts.
+    # True: a rank never changes. False: ranks are computed again until the sequence starts.
     fixed_ranks = True
     preemptive = False  # `preempts` may return True
 
@@ -45,15 +45,16 @@ class Policy:
         return 0.0
 
     def preempts(self, seq: Sequence, other: Sequence) -> bool:
-        """May `seq` preempt `other`, which runs and has a later rank, instead of waiting for it?"""
+        """Return whether `seq` may preempt `other`, which runs and has a later rank."""
         return False
 
     def pauses(self, seq: Sequence, other: Sequence) -> bool:
-        """Does `other`, which has a later rank, pause in steps that compute `seq`'s prompt?
+        """Return whether `other`, which has a later rank, pauses in steps that compute `seq`'s
+        prompt.
 
-        A paused sequence keeps its batch slot and blocks. This function should tell few classes of
-        requests apart: prompts of different classes are not computed in one step, and decoding
-        sequences of `seq`'s own class skip every other of these steps."""
+        A paused sequence keeps its batch slot and blocks. This function should define few classes
+        of requests: prompts of different classes are not computed in one step, and decoding
+        sequences of `seq`'s class skip every other of these steps."""
         return False
 
     def victim(self, candidates: list[Sequence]) -> Sequence:
@@ -201,7 +202,7 @@ class Fair(Policy):
     def _advance_fair_counter(self, counters: dict[str, int], waited: set[str], given: int) -> None:
         """Advance `fair_counter` by an equal part, for each tenant that waited, of the tokens given
         since the last ranking, but not beyond the highest counter among them. If no tenant waited,
-        advance it to the highest counter of all: no tenant is owed anything."""
+        advance it to the highest counter of all tenants."""
         if waited:
             highest = max(counters[tenant] for tenant in waited)
             advanced = self.fair_counter + max(given, 0) / len(waited)
@@ -214,8 +215,8 @@ class Fair(Policy):
 
 
 class Prefix(Policy):
-    """Serves prompts first whose beginning is in the prefix cache or is about to be, so that it is
-    used before it is evicted. Each cached token is worth `ageing` seconds."""
+    """Serves prompts first whose prefix is cached or being computed, so that cached blocks are used
+    before they are evicted. Each cached token is worth `ageing` seconds."""
 
     fixed_ranks = False
     ageing = 0.01

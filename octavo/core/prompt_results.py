@@ -10,7 +10,7 @@ from octavo.types import Item, Output, Sequence, TokenLogprobs
 
 
 def store_prompt_logprobs(seq: Sequence, item: Item, logprobs: list[TokenLogprobs]) -> None:
-    """Keep the logprobs of a chunk. Those of a position belong to the token after it."""
+    """Store the logprobs of a chunk. The logprobs of a position belong to the token after it."""
     assert item.start is not None and seq.prompt_logprobs is not None
     for position, entry in enumerate(logprobs, item.start + 1):
         if position < seq.prompt_len:
@@ -20,7 +20,7 @@ def store_prompt_logprobs(seq: Sequence, item: Item, logprobs: list[TokenLogprob
 def add_states(seq: Sequence, item: Item, states: array[float]) -> bool:
     """Add the states of a chunk. Returns False if one of them is not a finite number.
 
-    The states of a first chunk replace those of the time before a preemption."""
+    The states of a first chunk replace the states from before a preemption."""
     if any(value - value != 0 for value in states):
         return False
     if not item.start or item.pooling == "last":

@@ -65,8 +65,8 @@ class Queues:
     def requeue(self, seq: Sequence) -> None:
         """Put a sequence that has run before back into its place in the queue.
 
-        Under a policy with changing ranks, it comes first from now on. Otherwise two sequences
-        could preempt each other for ever."""
+        Under a policy with changing ranks, the sequence comes first from now on. Otherwise two
+        sequences could preempt each other for ever."""
         if not self.policy.fixed_ranks:
             seq.rank = (-math.inf, *seq.rank[1:])
         seq.status = Status.WAITING

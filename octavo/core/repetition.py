@@ -11,7 +11,8 @@ REPETITION_DETECTED = "repetition_detected"  # vLLM's stop_reason
 
 
 def is_repeating(seq: Sequence) -> bool:
-    """Return whether a sequence repeats itself and its request wants it ended."""
+    """Return whether a sequence repeats itself, by the rule of its request
+    (repetition_detection)."""
     if seq.repetition is None or seq.num_generated < seq.params.min_tokens:
         return False
     # Bounded KV drops tokens from the middle: the last ones are still contiguous.
@@ -22,9 +23,9 @@ def is_repeating(seq: Sequence) -> bool:
 def repeats(tokens: array[int], num_generated: int, params: RepetitionDetectionParams) -> bool:
     """Return whether the last tokens repeat, considering the last `num_generated` of them.
 
-    A text of period p has the same token p places before its last one. Only those places are
-    examined, and most texts have few. They are searched in the bytes of the array, which is ten
-    times as fast as comparing Python integers."""
+    A text of period p has the same token p places before its last one. Only these places are
+    examined, and most texts have few of them. The search runs over the bytes of the array, which is
+    ten times as fast as comparing Python integers."""
     longest = min(params.max_pattern_size, num_generated // params.min_count)
     shortest = max(params.min_pattern_size, 1)
     if longest < shortest:

@@ -86,7 +86,7 @@ def _check_prompt(request: Request, vocab_size: int) -> None:
 
 def _stop_ids(request: Request, eos_ids: frozenset[int]) -> frozenset[int]:
     params = request.params
-    # A guide decides itself when its text ends, so ignore_eos does not apply to it.
+    # ignore_eos does not apply to a guide, which defines where its text may end.
     ignores_eos = params.ignore_eos and request.guide is None
     if params.trace_decode_token_ids is not None:  # the replay ends with its last token
         ignores_eos = True

@@ -71,7 +71,7 @@ EMBEDDED_CPU = Costs(step=3.8e-3, prefill=4.5e-4, sampled=4.9e-4, kv=2.4e-6, pai
 
 
 class VirtualClock:
-    """A clock that advances only when it is told to."""
+    """A clock that advances only by sleep()."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -97,8 +97,8 @@ class SimulatedStep:
 
 
 class CostRunner:
-    """A runner that takes as long as the costs say, one step after another, and samples the tokens
-    of the trace."""
+    """A runner whose steps take the time of the cost model, one after another. It samples the
+    tokens of the trace."""
 
     def __init__(self, costs: Costs, clock: VirtualClock, tokens: list[list[int]]):
         self.costs = costs

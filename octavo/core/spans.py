@@ -1,4 +1,4 @@
-"""Spans: what a sequence did and when, built from the engine's events.
+"""Builds the spans of sequences from the engine's events.
 
 A span is an interval of a sequence. The spans of a sequence follow each other:
 
@@ -8,8 +8,8 @@ A span is an interval of a sequence. The spans of a sequence follow each other:
     preempted  it waits again, and recomputes or finds its blocks on the device
     swapped    likewise, and its next admission loads blocks from a lower tier
 
-The trace recorder (trace.py) and the tracer of the engine process use SequenceSpans. It reads one
-clock per step, and only sequences that are followed cost time.
+The trace recorder (trace.py) and the tracer of the engine process use SequenceSpans. It reads the
+clock once per step. Only sequences whose spans are collected cost time.
 """
 
 from __future__ import annotations

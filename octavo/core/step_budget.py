@@ -4,8 +4,8 @@
     LatencyTarget   as many as keep the time between tokens below a target (batching "adaptive")
     Piggyback       offline prompts are spread over the steps in which they cost least
 
-The scheduler chooses one of these once. StepTimes measures what steps of different sizes take; the
-latency target and urgent requests (urgent_preemption.py) use it.
+The scheduler chooses one of them at its start. StepTimes measures the times of steps of different
+sizes, for the latency target and for urgent requests (urgent_preemption.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Allowance(NamedTuple):
     """The number of prompt tokens that the next step may compute."""
 
     tokens: int
-    delayed: bool = False  # prompts are held back on purpose, so short ones have no precedence
+    delayed: bool = False  # offline prompts are held back, so short prompts have no precedence
 
 
 class PromptBudget(Protocol):
@@ -60,8 +60,8 @@ class StepTimes:
     MAX_AGE = 100  # steps with prompts after which a size must be measured again
     # An urgent prompt may wait for a step that takes this fraction of the urgent prompt's own time.
     URGENT_SHARE = 0.5
-    # Background steps may always take this much longer than a step without much of a prompt:
-    # shorter ones would cost the background more than the urgent prompt gains.
+    # Background steps may always take this much longer than a step with few prompt tokens: shorter
+    # steps would cost the background more than the urgent prompt gains.
     BACKGROUND_SLACK = 1.1
     DEFAULT_BACKGROUND_TOKENS = 128  # used until an urgent prompt has been measured
 
@@ -82,7 +82,8 @@ class StepTimes:
         if not chunks:
             self.decode_samples.append(seconds)
             return
-        size = bisect(self.SIZES, sum(chunks)) - 1  # a size stands for all up to the next
+        # Each size stands for all sizes up to the next one.
+        size = bisect(self.SIZES, sum(chunks)) - 1
         if size < 0:
             return
         if self.num_steps >= self.expires_at[size]:

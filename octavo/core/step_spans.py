@@ -17,7 +17,7 @@ from octavo.types import Plan
 
 
 class StepSpans:
-    """Writes a line for each step that lands: what the host and the device did, and when.
+    """Writes a line for each step that lands, with the times of host and device.
 
     Events say when a step was planned and when it landed. The times between them follow from the
     counters of the host, which the engine adds to before it emits an event."""
@@ -36,7 +36,7 @@ class StepSpans:
         self.write = write
         self.seen = replace(host_time)  # the counters at the last event
         self.in_flight: dict[int, dict[str, Any]] = {}
-        self.launching: dict[str, Any] | None = None  # the step whose launch is not known yet
+        self.launching: dict[str, Any] | None = None  # the planned step that is not launched yet
         self.landed_at: float | None = None  # when the last step landed; None: none has
         self.commit: tuple[float, float] | None = None  # commit times of the step that landed last
         events.subscribe(self.on_event, StepPlanned, StepLanded, StepFailed)

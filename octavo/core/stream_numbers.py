@@ -7,8 +7,8 @@ from typing import Any
 
 
 class Labels:
-    """Gives a live sequence the smallest number that no other has, for its colour. A sequence that
-    has not started yet needs none."""
+    """Gives each sequence that has started the smallest unused number, for its colour on the
+    page."""
 
     def __init__(self) -> None:
         self.by_sequence: dict[int, int] = {}  # Sequence.id -> label

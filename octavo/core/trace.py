@@ -1,5 +1,5 @@
-"""Traces: when requests arrived and how long they were, to be played again. A trace holds lengths
-and equalities, no text and no tokens.
+"""Traces record when requests arrived and how long they were, to be played again. A trace has
+lengths and equal blocks, no text and no tokens.
 
 Each completion is one line of JSON:
 
@@ -21,8 +21,8 @@ Each step is one line too. `octavo timeline` draws these lines, and a simulation
     {"step": 7, "plan": [12.302, 12.303], "launch": [12.303, 12.304], "wait": [12.304, 12.34],
      "device": [12.303, 12.34], "commit": [12.29, 12.291], "prefill": 40, "decode": 3, "blocks": {}}
 
-Each pair is when a part began and ended. `commit` is of the step that landed before this one, or
-null. `blocks` counts the blocks that the step moves between tiers.
+Each pair has the begin and the end of a part. `commit` belongs to the step that landed before this
+one, or is null. `blocks` counts the blocks that the step moves between tiers.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class TraceEntry:
 
 
 class Recorder:
-    """Appends to a trace while an engine runs. It leaves out requests that ended before their first
-    token, requests without a time of arrival, and beams that lost before their search was over."""
+    """Appends to a trace while an engine runs. Requests that ended before their first token,
+    requests without a time of arrival, and beams that were pruned are left out."""
 
     def __init__(self, path: str | Path):
         try:
@@ -104,7 +104,7 @@ class Recorder:
         request = seq.request
         if seq.num_generated < 1 or not request.arrival:
             return
-        # Bounded KV may have dropped tokens of the output: then only the prompt is known.
+        # If bounded KV has dropped tokens of the output, only the prompt is known.
         known = array("i", request.prompt) if seq.dropped_tokens else seq.tokens
         blocks = []
         parent = self.secret + root_hash(request.cache_salt)
@@ -141,7 +141,7 @@ class Recorder:
                 error.strerror,
             )
             self.failed = True
-            with suppress(OSError):  # the buffered rest cannot be written either
+            with suppress(OSError):  # the buffered lines cannot be written either
                 self.file.close()
 
 

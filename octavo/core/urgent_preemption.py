@@ -8,7 +8,8 @@ computed, a running sequence is one of these:
     equal        if it decodes, it skips one step, never two in a row
     a victim     it is preempted, if slots or blocks do not suffice
 
-All of this is decided before anything is planned, so no sequence concerned is in the plan.
+All of this is decided before the step is planned, so victims and paused sequences are not in the
+plan.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class UrgentPreemption:
         self.depth = depth
         self.may_admit = may_admit
         self.last_urgent: Sequence | None = None  # the latest prompt that others paused for
-        self.equals_skipped = False  # decoding equals of an urgent prompt skipped the last step
+        self.equals_skipped = (
+            False  # sequences of an urgent prompt's own class skipped the last step
+        )
         # True if sequences paused in the last step, and no prompt advanced.
         self.paused_without_progress = False
 
@@ -97,7 +100,8 @@ class UrgentPreemption:
     def _consider(
         self, seq: Sequence, step: UrgentStep, token_cap: int, prompt_budget: PromptBudget
     ) -> bool:
-        """Give a prompt room in the step, if there is any. Returns whether room is left."""
+        """Reserve the resources of a prompt in the step, if there are enough. Returns whether
+        tokens are left."""
         urgent = next((p for p in step.prompts if self.policy.pauses(p, seq)), None)
         if urgent is not None:
             if urgent not in step.urgent:
@@ -220,7 +224,7 @@ class UrgentPreemption:
     # ---- after a step ----------------------------------------------------------------------------
 
     def after_plan(self, plan: Plan, urgent: tuple[Sequence, ...], positions_before: int) -> None:
-        """Note whether an urgent prompt advanced in the complete plan. If none did, no sequence
+        """Record whether an urgent prompt advanced in the complete plan. If none did, no sequence
         pauses in the next step."""
         plan.urgent = bool(urgent) and sum(seq.planned for seq in urgent) > positions_before
         if urgent:
