@@ -310,7 +310,7 @@ class TierDropped(NamedTuple):
 
 
 class DiskListed(NamedTuple):
-    """The disk has listed its contents. The list replaces what the index knew about the disk."""
+    """The disk has listed its contents. The list replaces the index of the contents on disk."""
 
     num_contents: int
     number: int = 0

@@ -1,4 +1,4 @@
-"""Embeddings: what is made of the hidden states that the engine returns for a prompt.
+"""Computes embeddings from the hidden states that the engine returns for a prompt.
 
     hidden states of the prompt  ->  the last one, or their mean  ->  fewer dimensions  ->  length 1
     (octavo/core, octavo/runner)     (Request.pooling)                (PoolingParams)

@@ -36,7 +36,7 @@ def recovers(
         loop.engine.handled_interrupt = None
         try:
             return method(loop, *args, **options)
-        except OctavoError:  # These change nothing.
+        except OctavoError:  # Errors of Octavo leave the engine unchanged.
             raise
         except BaseException as error:
             if loop.engine.handled_interrupt is not error:

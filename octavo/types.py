@@ -1,11 +1,11 @@
 """The engine's data: plain classes without torch. Their methods only compute from the fields.
 
-Guide                             tracks which tokens structured output allows next
-Request                           a tokenised request with its parameters (octavo/params.py)
-Sequence                          one stream of tokens, as the scheduler sees it
+Guide                              tracks which tokens structured output allows next
+Request                            a tokenised request with its parameters (octavo/params.py)
+Sequence                           one stream of tokens
 Item, SlotFill, Save, Fetch, Plan  one step's work: passed from the scheduler to the runner
-DiskEvent, StepResult             one step's results: passed from the runner to the scheduler
-Output                            what the engine returns for one sequence
+DiskEvent, StepResult              one step's results: passed from the runner to the scheduler
+Output                             new tokens of one sequence, and how it ended
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ SINGLE_FILE_POLICY = (
 def page_files() -> dict[str, tuple[bytes, str]]:
     """Return path -> (content, type) of the files that a browser loads.
 
-    One of them is the page as a single file without a recording. The page puts its own recording
-    into it when somebody saves what the page shows."""
+    One of the files is the page as a single file without a recording. To save a recording, the page
+    puts the recording into this file."""
     files = {
         "/" if file.name == "index.html" else f"/web/{file.name}": (
             file.read_bytes(),

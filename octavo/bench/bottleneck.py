@@ -1,4 +1,4 @@
-"""Names what limits a server, from what it did in a period. Pure arithmetic.
+"""Finds the bottleneck of a server from its activity in a period. Pure arithmetic.
 
     idle      there is too little load to limit anything
     host      the API server, or the scheduler of the engine, keeps the device waiting

@@ -317,7 +317,8 @@ class Cluster:
         self._at(now + seconds, lambda later: self._crash(index, later))
 
     def _crash(self, index: int, now: float) -> None:
-        """Lose what a replica has started. What waits there goes to other replicas."""
+        """Drop the requests that a replica has started. Its waiting requests go to other
+        replicas."""
         replica = self.replicas[index]
         self.report.crashes += 1
         started = replica.started

@@ -281,7 +281,7 @@ class ClusterReplica:
             if covered > request.prompt:
                 break
             prompt_segments.append((key, tokens))
-        # What is in the cache is not counted twice.
+        # Cached tokens are not counted twice.
         new_tokens = min(self.cache.add(prompt_segments), request.reserved)
         request.reserved -= new_tokens
         self.reserved -= new_tokens

@@ -202,7 +202,7 @@ def decode(llm: LLM, prompts: list[list[int]], case: Case, max_tokens: int) -> D
     """Compute all prompts, `case.streams` at a time."""
     speculation = llm.engine.scheduler.speculation
     if speculation is not None and isinstance(speculation.drafter, SuffixDrafter):
-        speculation.drafter.histories.clear()  # They hold these very replies, from other rounds.
+        speculation.drafter.histories.clear()  # They contain the replies of other rounds.
     done = Decoding()
     for first in range(0, len(prompts), case.streams):
         batch = prompts[first : first + case.streams]
@@ -222,7 +222,7 @@ def decode(llm: LLM, prompts: list[list[int]], case: Case, max_tokens: int) -> D
 def decode_batch(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], done: Decoding
 ) -> None:
-    """Compute prompts at once, and add what was measured to `done`."""
+    """Compute prompts at once, and add the measurements to `done`."""
     engine = llm.engine
     for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
         engine.add(Request(str(index), prompt, sampling))

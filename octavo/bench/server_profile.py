@@ -1,4 +1,4 @@
-"""Observes a running server from outside for a while: its processes, its metrics and its stacks.
+"""Observes the processes, metrics and stacks of a running server from outside.
 
     find_processes   front, engine and workers of a server, from the PID of any of them
     ProfileSession   samples them until the time is over
@@ -266,7 +266,7 @@ class ProfileSession:
         return ProfileSample(seconds, found, metrics or {}, read_gpu())
 
 
-# ---- what it means -------------------------------------------------------------------------------
+# ---- interpretation ------------------------------------------------------------------------------
 
 
 def activity_of(profile: ServerProfile) -> ServerActivity | None:

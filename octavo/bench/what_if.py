@@ -196,7 +196,7 @@ class RecordedRun:
             seconds = max(event["landed"] - begun_at, 1) / 1e6
             self.steps.append(MeasuredStep(planned.features, seconds))
 
-    # ---- what follows from them ------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
     def trace(self) -> list[TraceEntry]:
         """Return the requests in order of arrival, the first at 0. A request that has not ended in

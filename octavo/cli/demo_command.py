@@ -14,7 +14,7 @@ from octavo.serve.serve_config import ServeConfig
 if TYPE_CHECKING:
     from octavo.serve.front.front import Front
 
-# So few blocks, slots and tokens that a handful of requests compete for them.
+# There are so few blocks, slots and tokens that a handful of requests compete for them.
 DEMO_OPTIONS = EngineOptions(
     max_model_len=768,
     num_gpu_blocks_override=64,

@@ -185,7 +185,7 @@ def load_llm(model: str | dict[str, Any] | None, engine: EngineOptions, **change
         done = fraction >= 1
         status.show("allocating memory" if done else f"loading {name}, {fraction:.0%}")
 
-    status.begin(f"opening {name}")  # It may have ended at a remark.
+    status.begin(f"opening {name}")  # A log message may have ended the status line.
     if status.is_shown():
         show_compilation()
     status.show(f"opening {name}")

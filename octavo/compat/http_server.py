@@ -3,7 +3,8 @@
     task = await serve_http(app, sock=None, host=None, port=8000)
     await task
 
-Octavo's own server does not use them: it bounds what a client may cost, which uvicorn does not.
+Octavo's own server does not use them: it limits the resources of each client, which uvicorn does
+not.
 """
 
 from __future__ import annotations

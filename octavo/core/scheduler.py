@@ -732,8 +732,8 @@ class Scheduler:
     # ---- preempt and finish ----------------------------------------------------------------------
 
     def _release(self, seq: Sequence) -> None:
-        """Free the slot and the blocks. Steps in flight may still write to them. The device runs
-        steps in order, so a new owner overwrites what they wrote before it reads."""
+        """Free the slot and the blocks. Steps in flight may still write to the blocks. The device
+        runs steps in order, so a new owner writes each position before it reads it."""
         self._release_blocks(seq, 0)
         self.prefix.stop_computing(seq)
         self.queues.remove(seq)

@@ -392,7 +392,7 @@ class CostTable:
         self._update_costs()
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Count a step. The mean of a new size begins with what was expected of it."""
+        """Count a step. The mean of a new size begins with its expected time."""
         index = self._place(num_rows, self.estimate(num_rows) or seconds)
         mean = self.means[index]
         self.counts[index] = min(self.counts[index] + 1, self.MAX_COUNT)

@@ -133,7 +133,7 @@ class StepShaper:
         )
 
     def after_plan(self, plan: Plan, shape: StepShape) -> None:
-        """Remember what the next shape depends on, after the step is filled."""
+        """Record the facts about a complete plan on which the next shape depends."""
         if self.preemption is not None:
             self.preemption.after_plan(plan, shape.urgent, shape.urgent_positions)
 

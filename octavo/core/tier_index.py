@@ -194,7 +194,8 @@ class TierIndex:
             else:
                 break
         if missing:
-            # A fetch must not evict the sequence's own blocks, nor exceed what can be promoted.
+            # Fetches must not evict the sequence's own blocks, and at most as many are started as
+            # can be promoted.
             del missing[max(self._num_available() - num_present, 0) :]
             del missing[max(len(pool.free_blocks) - reserved, 0) :]
             if not self.costs.should_load(disk=True):

@@ -1,4 +1,4 @@
-"""A lesson: what it asks, what it runs and what it says afterwards."""
+"""A lesson: its question, the runs that answer it, and the explanation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""From a plan's items to a ForwardBatch. The host lays out what it knows in one array; the rest is
-gathered on the device.
+"""Builds a ForwardBatch from a plan's items. The host lays out slots and token counts in one array;
+tokens, positions and block tables are gathered on the device.
 
-The host knows how many tokens each item has. Their positions are taken from `computed` of the
-item's batch slot, which only the device knows exactly when drafts are in flight.
+Positions are taken from `computed` of the item's batch slot, because the host does not have its
+exact value while drafts are in flight.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def gather(
     block_size: int,
     spans: list[Span],
 ) -> ForwardBatch:
-    """Build the batch from the array of lay_out(), on the device. Logits are wanted for each item's
-    last token."""
+    """Build the batch from the array of lay_out(), on the device. Only the last token of each item
+    gets logits."""
     num_tokens = (len(layout) - 3 * num_items - 1) // 2
     slots, counts, starts, item_of_token, offsets = layout.split(
         [num_items, num_items, num_items + 1, num_tokens, num_tokens]

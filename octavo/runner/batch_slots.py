@@ -2,8 +2,8 @@
 block table and sampling parameters.
 
 Only plans change a slot (slot_fills, table_updates and drafts), and the step itself, which writes
-the tokens it sampled. A step can therefore be launched before the host knows the results of the one
-before it: its inputs are gathered from here, on the device.
+the tokens it sampled. A step can therefore be launched before the results of the previous step are
+on the host: its inputs are gathered from the slots, on the device.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class BatchSlots:
         return upload.longs(np.concatenate([indices, single_indices])), upload.ints(values)
 
     def apply(self, staged: tuple[slice, slice], sent: Tensor) -> None:
-        """Make the staged changes on the device."""
+        """Apply the staged changes on the device."""
         indices, values = (sent[part] for part in staged)
         if len(values):
             self.flat[indices.view(torch.int64)] = values

@@ -2,8 +2,8 @@
 in each step.
 
 Each KV position has a mark: a hash of its token, its position and all tokens before it. A step
-first compares the marks of everything its items are about to read with the marks that the tokens of
-their slots give, then writes its own.
+first compares the marks of all positions that its items read with marks computed from the tokens of
+their slots. Then it writes the marks of its own positions.
 
     mark(p) = sum over i <= p of (token[i] + 1) * weight[i]     modulo 2^64: a running sum suffices
 """
@@ -47,8 +47,8 @@ class Canary:
                 self.last_writers[block] = item.seq_id
 
     def _check_item(self, item: Item, batch_slots: BatchSlots) -> tuple[Tensor, Tensor, Tensor]:
-        """Compare what the item reads. Returns blocks, offsets and marks [num_tokens] of what it
-        writes."""
+        """Compare the positions that the item reads. Returns blocks, offsets and marks [num_tokens]
+        of the positions that it writes."""
         start = int(batch_slots.computed[item.slot])
         end = start + item.num_tokens
         positions = torch.arange(end, device=self.marks.device)

@@ -1,8 +1,8 @@
 """Verifies contents from disk on the device, when they are loaded.
 
-Computing checksums takes a reader thread on the host a third of its time; the device does it in
-microseconds, on the block it has just loaded. Called by the engine's thread, except for `expect`
-and `forget`, whose callers hold the host block's lock.
+On the host, checksums would take a third of the time of a reader thread. The device computes them
+in microseconds, on the block that it has just loaded. The engine's thread calls this module, except
+for `expect` and `forget`: their callers hold the host block's lock.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ class Checksums:
         self.unverified: dict[int, Expected] = {}  # by host block
 
     def expect(self, host_block: int, content_hash: bytes, checksum: int) -> None:
-        """Remember the checksum of a record that was read into the host block."""
+        """Store the checksum of a record that was read into the host block."""
         self.unverified[host_block] = Expected(content_hash, checksum)
 
     def forget(self, host_block: int) -> None:
-        """Another content comes into the host block."""
+        """Drop the checksum, because the host block gets another content."""
         self.unverified.pop(host_block, None)
 
     def verify(self, loads: list[tuple[int, int]]) -> Verification | None:
-        """Start to verify those of the loaded (host block, device block) pairs that need it."""
+        """Start to verify the loaded (host block, device block) pairs that have an expected
+        checksum."""
         loaded = [(host, block) for host, block in loads if host in self.unverified]
         if not loaded:
             return None

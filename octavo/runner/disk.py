@@ -6,8 +6,8 @@ in bytes. It uses no device and starts no threads.
 
 The fingerprint stands for the weights and for everything else that decides what a block's bytes
 mean. A record is written to a temporary file and renamed into place, so that other servers see all
-of it or nothing. Every read compares every field, every token and the checksums of KV and of the
-rest: anything odd is a miss, with a reason, and never wrong bytes. A caller that computes KV
+of it or nothing. Every read compares every field, every token and the checksums of KV and header. A
+difference is a miss with a reason, so a read never returns wrong bytes. A caller that computes KV
 checksums faster than this file (checksums.py) skips that part and compares with the record's
 `kv_checksum`. KV begins on a page of its own, because the system copies aligned pages up to twice
 as fast.
@@ -45,7 +45,7 @@ TEMPORARY_NAME = re.compile(r"\.\d+-\d+\.tmp")
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 STALE_SECONDS = 600.0  # age after which a temporary file belongs to no running server
 PAGE_BYTES = 4096
-# Removing old records leaves this fraction of the limit, so that not every write removes one.
+# Records are removed down to this fraction of the limit, so that not every write removes one.
 SWEEP_TARGET = 0.9
 
 
@@ -80,7 +80,8 @@ class Disk:
         self.root = directory
         self.max_bytes = max_bytes
         self.block_bytes = block_bytes
-        # The fingerprint covers the version of the records: others are not read, and age away.
+        # The fingerprint covers the version of the records. Records of other versions are not read
+        # and become the least recently used ones.
         versioned = fingerprint + bytes([VERSION])
         self.fingerprint = hashlib.blake2b(versioned, digest_size=16).digest()
         self.block_format = block_format.encode()[:48].ljust(48, b"\0")
@@ -185,8 +186,8 @@ class Disk:
 
     def sweep(self, needed_bytes: int = 0) -> frozenset[bytes]:
         """Count the records of every model, and remove the least recently used ones if they and
-        `needed_bytes` exceed the limit. Returns the hashes of this model that remain. Touches no
-        file that this class has not named."""
+        `needed_bytes` exceed the limit. Returns the hashes of this model that remain. Other files
+        are left alone."""
         files = sorted(self._files())
         total = sum(file.size for file in files)
         num_removed = 0
@@ -252,7 +253,8 @@ class Record:
             raise
 
     def _read(self, target: memoryview, start: int) -> None:
-        """Make as few system calls as possible: after each, a thread waits for the interpreter."""
+        """Make as few system calls as possible: after each call, a thread waits for the interpreter
+        lock."""
         token_bytes = self.tokens.tobytes()
         kv_offset = _kv_offset(len(token_bytes))
         header = bytearray(0 if start else kv_offset)
@@ -320,8 +322,8 @@ def _kv_checksum(data: memoryview) -> int:
 
 def checksum_of_sums(page_sums: np.ndarray, tail: memoryview | bytes = b"") -> int:
     """Return the CRC of the sums of each page's 64-bit words, and of the bytes after the last whole
-    page. It notices every flipped bit and every lost or moved page, at ten times the speed of a CRC
-    of all bytes."""
+    page. The checksum detects every flipped bit and every lost or moved page, at ten times the
+    speed of a CRC of all bytes."""
     return zlib.crc32(tail, zlib.crc32(page_sums.tobytes()))
 
 

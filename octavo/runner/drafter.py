@@ -6,9 +6,9 @@
 
 The runner calls draft() before the target's forward pass in a step that verifies drafts, and
 observe() after the target's forward pass in every step. Both use the device alone, so that a CUDA
-graph can contain them. A KV cache of its own has the block tables of the target, so the scheduler
-does not know it. Where its content is missing or stale, as after a load from the host tier, drafts
-get worse and tokens stay the same.
+graph can contain them. A KV cache of its own uses the block tables of the target, so the scheduler
+need not manage it. Where its content is missing or stale, as after a load from the host tier,
+drafts get worse and tokens stay the same.
 
 Drafts are drawn with the noise that the target draws with, so that both mostly draw the same token
 where their distributions agree. Drafts lie behind the known tokens of a slot until the step has

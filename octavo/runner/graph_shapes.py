@@ -1,5 +1,5 @@
 """The sizes that a runner is built for, and the sizes in which it captures steps as CUDA graphs.
-Arithmetic alone, so that memory can be planned before there is a device."""
+The module is pure arithmetic, so that memory can be planned without a device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 # Token counts of graphs for any items.
 MIXED_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 512]
-MAX_PREFILL_ITEMS = 64  # items that the graph does not treat as decoding
+MAX_PREFILL_ITEMS = 64  # items that the graph computes as prefill
 # Token counts of graphs in which prompts piggyback on decoding sequences. On an H200 matrix
 # products waste little in these: 640 tokens take less than twice the time of 320.
 PIGGYBACK_SIZES = [192, 320, 640]
@@ -26,7 +26,7 @@ class RunnerLimits(NamedTuple):
 
 
 class GraphShape(NamedTuple):
-    """All that varies between graphs."""
+    """The properties in which graphs differ."""
 
     decoding: int  # items of one token each, which come first
     tokens: int  # total over all items; equal to `decoding` if the step only decodes

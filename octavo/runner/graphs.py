@@ -1,8 +1,8 @@
-"""Steps as CUDA graphs: all kernels of a step in one launch. No other file knows that graphs exist.
+"""Steps as CUDA graphs: all kernels of a step in one launch.
 
 A step launches some 250 kernels. From Python that takes longer than a small step computes: 17 ms
-for Qwen3-0.6B, of which one decode step takes 1. A graph has a fixed size, so there is a ladder of
-sizes, and a step takes the next larger one:
+for Qwen3-0.6B, of which one decode step takes 1. A graph has a fixed size. There are graphs of
+several sizes, and a step uses the next larger one:
 
     decode     every item is one token, sampled in the graph. The rest is padded with the padding
                slot, at position 0 of block 0
@@ -59,7 +59,7 @@ class StepGraph:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor  # what the host sends (int32)
     result: ForwardResult  # the result for all items of the graph
-    # What `inputs` hold: small decode steps mostly send what the step before has sent.
+    # The contents of `inputs`: small decode steps mostly send what the previous step has sent.
     sent: list[int] = field(default_factory=list)
 
     def replay(self, num_items: int) -> ForwardResult:
@@ -194,7 +194,7 @@ class StepGraphs:
 
     def replay(self, shape: GraphShape, layout: Tensor, num_rows: int) -> ForwardResult:
         """Launch a step with the array of lay_out(). Returns the first `num_rows` items, or rows of
-        drafts. Tokens of items that are not sampled mean nothing."""
+        drafts. Tokens of items that are not sampled have no meaning."""
         captured = self._graph_for(shape)
         captured.inputs.copy_(layout)
         return captured.replay(num_rows)

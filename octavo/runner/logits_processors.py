@@ -94,7 +94,7 @@ def process_dict_updates(
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Calls a function of its own for each sequence that wants one."""
+    """Calls a separate function for each sequence that has one."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
         self.calls: dict[int, tuple[RequestLogitsProcessor, list[int], list[int]]] = {}

@@ -1,4 +1,4 @@
-"""The ranks of tensor parallelism, as rank 0 sees them: processes that execute the same plans.
+"""The ranks of tensor parallelism: processes that execute the same plans. Rank 0 uses this module.
 
     rank 0        this process: the scheduler, and a runner with a part of the model
     rank 1 ...    octavo/rank_process.py: a runner with another part of the model
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 PROGRAM = "octavo.rank_process"
 COLLECTIVE_TIMEOUT = 600.0  # seconds that a collective waits for the slowest rank
 END_SECONDS = 15.0  # A rank has this time to write KV to disk and to end.
-LOSS_SECONDS = 2.0  # The end of a rank is noticed this long after a failed collective at most.
+LOSS_SECONDS = 2.0  # Seconds after a failed collective within which the end of a rank is detected.
 
 
 class RankStart(NamedTuple):
@@ -184,7 +184,7 @@ class Ranks:
             raise self.loss()
 
     def wait_for_loss(self) -> None:
-        """Wait until the end of a rank is noticed. A collective fails a little earlier."""
+        """Wait until the end of a rank is detected, shortly after a collective has failed."""
         self._lost.wait(LOSS_SECONDS)
 
     def loss(self, rank: int | None = None) -> RankLost:
@@ -242,7 +242,7 @@ def describe_end(code: int) -> str:
 
 
 class RankedRunner:
-    """Runs each plan on all ranks. The engine sees one runner."""
+    """Runs each plan on all ranks, with the interface of one runner."""
 
     def __init__(self, runner: Runner, ranks: Ranks, has_disk: bool):
         """`runner` is that of rank 0. `has_disk` means that there is a disk tier."""

@@ -82,7 +82,9 @@ class StepHandle:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     attention_mass: Download | None = None  # one entry per item that wants it, in order
     pooled: dict[int, Download] = field(default_factory=dict)  # item index -> hidden states
-    finish: Callable[[StepResult], None] | None = None  # adds what does not belong to items
+    finish: Callable[[StepResult], None] | None = (
+        None  # adds the results that do not belong to items
+    )
 
     def wait(self) -> StepResult:
         values = self.tokens.wait()[0].tolist() if self.tokens is not None else []
@@ -301,7 +303,7 @@ class Runner:
         return self._sample(plan, staged.item_of_row, forward, [])
 
     def _stage(self, plan: Plan, watched: list[int], upload: Upload) -> StagedStep:
-        """Collect what the host must tell the device."""
+        """Collect the data that the host sends to the device."""
         items = plan.items
         item_of_row = [index for index, item in enumerate(items) if item.sample]
         pooled = [index for index, item in enumerate(items) if item.pooling is not None]

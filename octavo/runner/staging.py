@@ -92,11 +92,12 @@ class StepTimer:
 
 
 def page_lock(memory: Tensor) -> None:
-    """Let the GPU read and write host memory by itself. It locks exactly this much: torch's own
-    allocator takes the next power of two."""
+    """Page-lock host memory, so that the GPU can access it. Exactly this size is locked; torch's
+    allocator would round it up to a power of two."""
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if code:
-        # CUDA reports the error to the next kernel too: let that be one that does not matter.
+        # CUDA reports the error at the next kernel launch too, so a kernel without effect is
+        # launched.
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         gib = memory.nbytes / 2**30

@@ -12,7 +12,7 @@ its generation is the one the thread was asked for.
 Host memory has one buffer per host block, and one spare buffer per reader thread. A record is read
 into a spare buffer, which then changes places with the host block's own. Nothing is copied, and a
 read that never returns blocks no host block. Threads never call CUDA, which would break a graph
-that is being captured: they learn of a host block once its store is over. On a GPU the readers
+that is being captured: they get a host block only after its store has ended. On a GPU the readers
 compute no checksums; loads do (checksums.py). This module works on host blocks and hashes; the core
 decides which ones are needed.
 """
@@ -47,7 +47,7 @@ MAX_READERS = 16  # threads
 # Bytes of a record that a reader takes at a time. If each reader took whole records, they would all
 # arrive together, and the link to the device would be idle in between.
 PART_BYTES = 4 << 20
-# Readers per core. With one on every core, the engine's thread learns late of what has arrived.
+# Readers per core. With a reader on every core, the engine's thread would get disk events late.
 READERS_PER_CORE = 0.75
 DISK_TIMEOUT = 2.0  # seconds without progress after which pending fetches are given up
 # Seconds that readers wait for another to open a file. A file that hangs blocks one reader, and
@@ -216,8 +216,8 @@ class TierStore:
         return set(corrupt)
 
     def collect_events(self, wait: bool) -> list[DiskEvent]:
-        """Return what the disk has done since the last call, each fetch once. `wait`: up to
-        EVENT_WAIT seconds, unless every fetch is answered."""
+        """Return the disk events since the last call, one for each fetch. `wait`: up to EVENT_WAIT
+        seconds, unless every fetch is answered."""
         while self._deferred and self._deferred[0][0].query():
             _, then = self._deferred.popleft()
             then()
@@ -258,7 +258,9 @@ class TierStore:
         events = []
         for fetch, generation in self._pending.values():
             if self._generations[fetch.host_block] == generation:
-                self._new_generation(fetch.host_block)  # readers skip what they have not started
+                self._new_generation(
+                    fetch.host_block
+                )  # readers skip fetches that they have not started
             events.append(DiskEvent("missed", fetch.hash, fetch.fetch_id, "late", DISK_TIMEOUT))
         self._pending.clear()
         return events
@@ -405,7 +407,7 @@ class TierStore:
             log.warning("%s", message)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Write what is waiting to be written, within the timeout, and end the threads."""
+        """Write the pending saves within the timeout, and end the threads."""
         for event, then in self._deferred:
             event.synchronize()
             then()

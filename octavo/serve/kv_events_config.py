@@ -23,7 +23,7 @@ class KVEventsConfig:
     publisher: str = "zmq"  # "null" publishes nothing.
     # An endpoint with * or :: and an ipc:// endpoint are bound. The publisher connects to others.
     endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None  # It is always bound.
+    replay_endpoint: str | None = None  # always bound
     buffer_steps: int = 10_000  # The number of batches that a subscriber can ask for again.
     hwm: int = 100_000  # ZeroMQ drops batches for a subscriber that is this many behind.
     max_queue_size: int = 100_000  # Accepted for vLLM's command lines. This server has no queue.

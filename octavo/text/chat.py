@@ -82,7 +82,7 @@ class ChatTemplate:
         """Return the options that the template does not use."""
         return [name for name in options if name not in self.options]
 
-    # ---- what the template takes -----------------------------------------------------------------
+    # ---- inputs of the template ------------------------------------------------------------------
 
     @cached_property
     def knows_tools(self) -> bool:

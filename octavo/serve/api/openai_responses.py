@@ -386,7 +386,7 @@ class ResponseWriter:
         return [*events, self._item_state("output_item.done")]
 
     def _finish(self, collector: Collector, completion: CompletionOutput) -> None:
-        """Add what is known at the end."""
+        """Add the fields that are set at the end of the reply."""
         if completion.finish_reason == "length":
             self.response["status"] = "incomplete"
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}

@@ -414,8 +414,8 @@ EMBEDDINGS = (
 class Members(NamedTuple):
     """The members of an object in a request. The header x-ignored-params names all others."""
 
-    honoured: tuple[str, ...]  # They have their effect, or are labels.
-    ignored: tuple[str, ...] = ()  # They are known, so --strict-params accepts them.
+    honoured: tuple[str, ...]  # members that have an effect, and labels
+    ignored: tuple[str, ...] = ()  # members without effect, which --strict-params accepts
 
 
 MESSAGES_MEMBERS = {

@@ -1,4 +1,5 @@
-"""vLLM's /inference/v1/generate: token ids in, token ids out. Also what the render routes return.
+"""vLLM's /inference/v1/generate: token ids in, token ids out. The module also builds the replies of
+the render routes.
 
 A request becomes a CompletionRequest, whose prompt is the token ids. The reply has no text.
 """

@@ -41,7 +41,7 @@ class FieldNames:
     # The place of each message of the chat in the request of the client.
     places: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # The fields without effect.
-    unknown: list[str] = field(default_factory=list)  # Those that the API does not have.
+    unknown: list[str] = field(default_factory=list)  # The fields that the API does not have.
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class Translation:
 
 
 class Conversation:
-    """Collects the messages of the chat. What the assistant wrote in succession is one message."""
+    """Collects the messages of the chat. Consecutive messages of the assistant are joined."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []

@@ -158,7 +158,7 @@ class WatchEndpoint:
         client = self.front.client
         loaded = client.model_info()
         state = client.state()
-        del state["elapsed_s"]  # It changes all the time.
+        del state["elapsed_s"]  # The elapsed time changes all the time.
         return {
             "server": {
                 **state,

@@ -23,7 +23,7 @@ from octavo.types import Request
 
 QUARANTINE_SECONDS = 600.0
 MAX_RECORDS = 4096
-QUARANTINED = 1 << 30  # This count of failures means that the request is quarantined.
+QUARANTINED = 1 << 30  # the count of failures of a quarantined request
 
 
 def fingerprint(request: Request) -> bytes:

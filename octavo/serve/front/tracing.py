@@ -212,7 +212,8 @@ class CallSpans:
 
 
 def request_attributes(model: str, request_id: str, params: Any) -> Attributes:
-    """Return what is known before the reply: OpenTelemetry's names, and vLLM's where it has one."""
+    """Return the attributes that are set before the reply, with the names of OpenTelemetry and
+    vLLM."""
     attributes: Attributes = {
         "gen_ai.provider.name": "octavo",
         "gen_ai.request.model": model,

@@ -25,8 +25,8 @@ from octavo.serve.api.api_errors import ApiError
 from octavo.serve.front.keys import Key, network
 from octavo.serve.limits import Limits
 
-REFUSALS = 64  # This many connections above the limit stay open until they have got an error.
-SCANNED = 256  # A new connection considers at most this many others for closing.
+REFUSALS = 64  # The number of connections above the limit that stay open until they get an error.
+SCANNED = 256  # The most connections that a new connection considers for closing.
 GRACE_SECONDS = 0.25  # A new connection has this time to send its request.
 SWEEP_SECONDS = 1.0
 

@@ -15,7 +15,7 @@ from octavo.serve.front.loop_watchdog import LoopWatchdog
 
 STUCK = 60.0  # The event loop counts as stuck when it is blocked for this many seconds.
 REQUEST_SECONDS = 1.0  # A client has this time to send its request.
-CLIENTS = 64  # This many clients are served at a time.
+CLIENTS = 64  # The number of clients that are served at a time.
 
 
 class HealthServer(ThreadingHTTPServer):
