@@ -31,10 +31,17 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield found
 
 
-def run(page: str, running: Running, rpc: int | None = None) -> list[str]:
-    """What each of the page's blocks of Python that need a server prints."""
+# A file that one block of the README asks about. It does not fit into the context of small models.
+LONG_TEXT = "LICENSE"
+
+
+def run(page: str, running: Running, rpc: int | None = None, long: bool = False) -> list[str]:
+    """Return what each of the page's blocks of Python that need a server prints. `long` chooses the
+    blocks with a long prompt."""
     said, namespace = [], {"__name__": "__main__"}
     for block in blocks((ROOT / page).read_text()):
+        if (LONG_TEXT in block.body) is not long:
+            continue
         if block.kind == "python" and (page != "README.md" or ADDRESS in block.body):
             code = block.body.replace(ADDRESS, f"127.0.0.1:{running.port}").replace(
                 "127.0.0.1:50051", f"127.0.0.1:{rpc}"
@@ -48,6 +55,22 @@ def run(page: str, running: Running, rpc: int | None = None) -> list[str]:
 def test_the_readmes_python(named: Running) -> None:
     (said,) = run("README.md", named)
     assert said
+
+
+@pytest.mark.slow
+def test_the_readmes_second_question_about_a_text_is_answered_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    engine = {"max_model_len": 4096, "num_gpu_blocks_override": 512, "max_num_seqs": 16}
+    with server(tmp_path, model=None, served_model_name=[NAME], engine=engine) as running:
+        (said,) = run("README.md", running, long=True)
+    answer = re.compile(r"([\d.]+) s, ([\d,]+) of ([\d,]+) prompt tokens from the cache")
+    (first, second) = (
+        [float(number.replace(",", "")) for number in found] for found in answer.findall(said)
+    )
+    assert first[1] == 0 and second[1] > 0.95 * second[2]
+    assert second[0] < first[0] / 2
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
