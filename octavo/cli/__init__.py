@@ -18,15 +18,24 @@ from octavo.cli import status
 QUICK = ("-h", "--help", "--version")
 
 
+# Commands that run for days: their log says when something happened.
+TIMED = ("serve",)
+
+
 class OneLine(logging.Formatter):
     """Formats a log record without its traceback, and with the message of the exception."""
+
+    def __init__(self, has_time: bool = False):
+        super().__init__()
+        self.has_time = has_time
 
     def formatException(self, info: object) -> str:
         return ""
 
     def format(self, record: logging.LogRecord) -> str:
         reason = f": {record.exc_info[1]}" if record.exc_info and record.exc_info[1] else ""
-        return f"{record.levelname.lower()}: {record.getMessage()}{reason}"
+        time = f"{self.formatTime(record, '%Y-%m-%d %H:%M:%S')} " if self.has_time else ""
+        return f"{time}{record.levelname.lower()}: {record.getMessage()}{reason}"
 
 
 def main(program: str | None = None) -> None:
@@ -40,7 +49,7 @@ def main(program: str | None = None) -> None:
         status.begin(f"octavo {arguments[0]}: starting")
     handler = logging.StreamHandler()
     if not os.environ.get("OCTAVO_DEBUG"):
-        handler.setFormatter(OneLine())
+        handler.setFormatter(OneLine(has_time=bool(arguments) and arguments[0] in TIMED))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     from octavo.cli.commands import COMMANDS, application
 

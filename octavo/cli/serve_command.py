@@ -100,7 +100,9 @@ def announce(front: Front, port: int) -> None:
     defaults = {"temperature": 1, **loaded.sampling}
     source = "generation_config.json" if loaded.sampling else "no generation_config.json"
     sampling = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-    drafts = f"drafts:  {loaded.speculative} (--speculative)\n" if loaded.speculative else ""
+    drafts = ""
+    if loaded.speculative:
+        drafts = f"drafts:  speculative decoding with {loaded.speculative} (--speculative)\n"
     at_once = memory["kv_tokens"] // max(loaded.longest - 1, 1)
     kv = in_bytes(memory["kv"])
     if loaded.device == "cpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from octavo.cli import app
+from octavo.cli import TIMED, OneLine, app
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 from octavo.option_declaration import flag_of, option_declarations
@@ -290,3 +291,12 @@ def test_no_parse_special_makes_control_tokens_in_prompts_characters(
     """tests/serve/test_routes.py shows what such a server does."""
     assert config_for(monkeypatch).engine.parse_special
     assert not config_for(monkeypatch, "--no-parse-special").engine.parse_special
+
+
+@pytest.mark.parametrize("has_time", [False, True])
+def test_lines_of_the_servers_log_have_the_time(has_time: bool) -> None:
+    record = logging.LogRecord("octavo", logging.INFO, "", 0, "GET %s", ("/livez",), None)
+    line = OneLine(has_time).format(record)
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d " if has_time else ""
+    assert re.fullmatch(time + "info: GET /livez", line)
+    assert "serve" in TIMED

@@ -108,7 +108,8 @@ def test_the_start_of_the_server_shows_the_method(capsys: pytest.CaptureFixture[
         tokenizer=SimpleNamespace(chat_templates={}),
     )
     announce(front, 8000)  # type: ignore[arg-type]
-    assert f"\ndrafts:  {METHOD} (--speculative)\n" in capsys.readouterr().out
+    drafts = f"\ndrafts:  speculative decoding with {METHOD} (--speculative)\n"
+    assert drafts in capsys.readouterr().out
     loaded = replace(loaded, speculative="")
     announce(front, 8000)  # type: ignore[arg-type]
     assert "drafts:" not in capsys.readouterr().out
