@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.cli import status
 from octavo.cli.options import Model, command, flag, option, size, sizes
 from octavo.cli.terminal import in_bytes, say, short, table, tokens
 from octavo.config import EMBEDDED
@@ -48,9 +49,11 @@ def plan(
 ) -> None:
     """Show what a model needs: weights, activations, KV cache, and how many sequences fit. Loads no
     weights."""
+    status.show("importing PyTorch")
     from octavo.assemble import resolve, settle_speculation
     from octavo.memory_planner import ModelOutline, Planner, TargetDevice
 
+    status.show("reading the shape of the model")
     wanted = sizes(lengths) if lengths else None
     target = TargetDevice.of(options, device_memory)
     planner = Planner(ModelOutline.read(model, options), target)
