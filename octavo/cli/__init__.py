@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import sys
+import threading
 from typing import Any
 
 from octavo.cli import status
@@ -38,6 +40,17 @@ class OneLine(logging.Formatter):
         return f"{time}{record.levelname.lower()}: {record.getMessage()}{reason}"
 
 
+def interrupt_again(lost: sys.UnraisableHookArgs) -> None:
+    """Repeat a Ctrl-C that came inside a callback of a library, such as numba's compiler, where
+    Python prints the exception and goes on. Other lost exceptions are printed."""
+    if lost.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(lost)
+        return
+    again = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+    again.daemon = True
+    again.start()
+
+
 def main(program: str | None = None) -> None:
     """Run the command of sys.argv. Help texts and errors call it `program`."""
     arguments = sys.argv[1:]
@@ -51,6 +64,7 @@ def main(program: str | None = None) -> None:
     if not os.environ.get("OCTAVO_DEBUG"):
         handler.setFormatter(OneLine(has_time=bool(arguments) and arguments[0] in TIMED))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    sys.unraisablehook = interrupt_again
     from octavo.cli.commands import COMMANDS, application
 
     is_known = bool(arguments) and arguments[0] in COMMANDS

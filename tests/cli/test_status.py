@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import pty
@@ -13,7 +14,7 @@ import weakref
 
 import pytest
 
-from octavo.cli import status
+from octavo.cli import interrupt_again, status
 from octavo.cli.commands import COMMANDS
 
 MOST_SECONDS = 0.3
@@ -66,3 +67,25 @@ def test_a_command_shows_a_status_line_at_once(name: str) -> None:
         if seconds < MOST_SECONDS:
             return
     raise AssertionError(f"the first output appears after {seconds:.2f} s")
+
+
+def test_ctrl_c_inside_a_callback_of_a_library_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python prints such an exception and goes on, for example while numba compiles kernels."""
+    monkeypatch.setattr(sys, "unraisablehook", interrupt_again)
+
+    @ctypes.CFUNCTYPE(None)
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    @ctypes.CFUNCTYPE(None)
+    def wrong() -> None:
+        raise ValueError("shown")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+        time.sleep(10)
+    assert capfd.readouterr().err == ""
+    wrong()
+    assert "ValueError: shown" in capfd.readouterr().err
