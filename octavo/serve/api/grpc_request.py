@@ -41,22 +41,22 @@ def parse_message(data: Bytes, kind: type[M]) -> M:
         ) from None
 
 
-def fields(asked: pb.GenerateRequest | pb.BatchGenerateRequest) -> dict[str, Any]:
+def fields(message: pb.GenerateRequest | pb.BatchGenerateRequest) -> dict[str, Any]:
     """Return the fields that are set, with the names and types that a JSON request has."""
-    given = {field.name: value for field, value in asked.ListFields()}
+    given = {field.name: value for field, value in message.ListFields()}
     if "structured_outputs" in given:
         given["structured_outputs"] = {
-            field.name: plain(value) for field, value in asked.structured_outputs.ListFields()
+            field.name: plain(value) for field, value in message.structured_outputs.ListFields()
         }
     if "repetition_detection" in given:
-        parts = asked.repetition_detection.ListFields()
+        parts = message.repetition_detection.ListFields()
         given["repetition_detection"] = RepetitionDetection(
             **{field.name: value for field, value in parts}
         )
     if "logit_bias" in given:
-        given["logit_bias"] = {str(token): bias for token, bias in asked.logit_bias.items()}
-    if asked.early_stopping in ("true", "false"):
-        given["early_stopping"] = asked.early_stopping == "true"
+        given["logit_bias"] = {str(token): bias for token, bias in message.logit_bias.items()}
+    if message.early_stopping in ("true", "false"):
+        given["early_stopping"] = message.early_stopping == "true"
     return {name: plain(value) for name, value in given.items()}
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.serve.api.api_errors import ApiError, invalid_field, prompt_too_long, unsupported
 from octavo.serve.api.protocol import ChatRequest, CompletionRequest, OpenAI
-from octavo.serve.api.validate import LABEL, UNBOUNDED, Asked, check_count, ignore
+from octavo.serve.api.validate import LABEL, UNBOUNDED, CheckedRequest, check_count, ignore
 from octavo.serve.channel.jobs import Encode, EncodeChat, Tokens
 from octavo.serve.limits import Limits
 from octavo.text.chat import check_options, select_template
@@ -159,18 +159,18 @@ def chat_job(
 
 
 async def chat_ids(
-    front: Front, body: ChatRequest, asked: Asked, tools: ToolUse | None, context: int
+    front: Front, body: ChatRequest, checked: CheckedRequest, tools: ToolUse | None, context: int
 ) -> list[int]:
     """Return the tokens of a conversation, which must have fewer than `context`."""
-    keep = tokens_kept(front, body, asked.wanted)
+    keep = tokens_kept(front, body, checked.max_tokens)
     job = chat_job(front, body, tools, keep, context)
     tokens = await front.text.encode_chat(front.tokenizer, job)
-    return truncate(tokens, body, keep, asked.headers)
+    return truncate(tokens, body, keep, checked.headers)
 
 
-def parse_special(front: Front, asked: bool | None) -> bool:
+def parse_special(front: Front, requested: bool | None) -> bool:
     """Return whether the text of a control token in a prompt becomes that token."""
-    if asked and not front.config.engine.parse_special:
+    if requested and not front.config.engine.parse_special:
         raise ApiError(
             403,
             "this server treats control tokens in prompts as plain text (--no-parse-special): "
@@ -178,17 +178,17 @@ def parse_special(front: Front, asked: bool | None) -> bool:
             "parse_special_not_allowed",
             "parse_special",
         )
-    return front.config.engine.parse_special if asked is None else asked
+    return front.config.engine.parse_special if requested is None else requested
 
 
 async def completion_prompts(
-    front: Front, body: CompletionRequest, asked: Asked
+    front: Front, body: CompletionRequest, checked: CheckedRequest
 ) -> list[tuple[str | None, list[int]]]:
     """Return the text and the tokens of each prompt.
 
     The text is None if the prompt was truncated or given as token ids.
     """
-    keep = tokens_kept(front, body, asked.wanted)
+    keep = tokens_kept(front, body, checked.max_tokens)
     context = longest(front, keep)
     many = prompt_list(body.prompt, front.config.limits)
     texts = [one for one in many if isinstance(one, str)]
@@ -207,7 +207,7 @@ async def completion_prompts(
     for one in many:
         if isinstance(one, str):
             tokens = next(encoded)
-            kept = truncate(tokens, body, keep, asked.headers)
+            kept = truncate(tokens, body, keep, checked.headers)
             text_kept = one if len(kept) == tokens.total else None
             found.append((text_kept, front.tokenizer.as_prompt(kept)))
             continue
@@ -217,7 +217,7 @@ async def completion_prompts(
             ids = check_ids(one, front.client.model.vocab_size, "prompt")
         else:
             raise invalid_field("prompt", "each prompt must be a string or a list of token ids")
-        found.append((None, truncate(Tokens(ids, len(ids)), body, keep, asked.headers)))
+        found.append((None, truncate(Tokens(ids, len(ids)), body, keep, checked.headers)))
     return found
 
 
@@ -252,16 +252,16 @@ def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
     return ids
 
 
-def tokens_kept(front: Front, body: OpenAI, wanted: int | None) -> int | None:
+def tokens_kept(front: Front, body: OpenAI, max_tokens: int | None) -> int | None:
     """Return the number of tokens to which a longer prompt is truncated, or None for no truncation.
 
-    `wanted` is the largest number of tokens in the reply.
+    `max_tokens` is the largest number of tokens in the reply.
     """
     most = body.truncate_prompt_tokens
     if most is None:
         return None
     if most == -1:
-        reply = 1 if wanted is None or wanted == UNBOUNDED else wanted
+        reply = 1 if max_tokens is None or max_tokens == UNBOUNDED else max_tokens
         return max(front.client.model.longest - reply, 1)
     return check_count("truncate_prompt_tokens", most, 1)
 

@@ -119,8 +119,8 @@ def whole(
     """Return the reply to a request without streaming. As in vLLM, missing values are null."""
     choices = []
     for prompt_index, collector in enumerate(collectors):
-        for k, completion in enumerate(collector.best):
-            index = prompt_index * shape.n + k
+        for number, completion in enumerate(collector.best):
+            index = prompt_index * shape.n + number
             choices.append(
                 chat_choice(tokenizer, completion, index, shape)
                 if shape.chat

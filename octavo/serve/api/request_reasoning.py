@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from octavo.params import SamplingParams
 from octavo.serve.api.protocol import ChatRequest
 from octavo.serve.api.reply_writer import ReasoningStart
-from octavo.serve.api.validate import Asked, ignore
+from octavo.serve.api.validate import CheckedRequest, ignore
 from octavo.text.reasoning import STYLES, ReasoningStyle, detect_style, opened
 from octavo.text.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ def show_tags(
 
 
 def reasoning_start(
-    front: Front, body: ChatRequest, prompt: list[int], asked: Asked
+    front: Front, body: ChatRequest, prompt: list[int], checked: CheckedRequest
 ) -> ReasoningStart | None:
     """Return how the reply to a prompt begins, and fit the parameters of the request to it.
 
@@ -54,13 +54,13 @@ def reasoning_start(
     budget = body.thinking_token_budget
     style = reasoning_style(front, body)
     if style is None:
-        ignore(asked.headers, *(["thinking_token_budget"] if budget is not None else []))
+        ignore(checked.headers, *(["thinking_token_budget"] if budget is not None else []))
         return None
     if budget is None:
         budget = front.config.thinking_token_budget
     is_open = opened(front.tokenizer, style, prompt)
-    asked.params = replace(
-        asked.params,
+    checked.params = replace(
+        checked.params,
         reasoning=style.marks(is_open),
         thinking_token_budget=None if budget == -1 else budget,
     )

@@ -65,11 +65,11 @@ _sampling = attrgetter(*SAMPLING_FIELDS)
 
 
 @dataclass
-class Asked:
+class CheckedRequest:
     """A request that is validated except for its prompt."""
 
     params: SamplingParams
-    wanted: int | None  # The largest number of tokens in the reply, or None.
+    max_tokens: int | None  # The largest number of tokens in the reply, or None.
     timeout: float | None  # seconds
     headers: dict[str, str]  # The headers of the reply.
 
@@ -82,7 +82,7 @@ class Prepared:
     texts: list[str | None]  # The texts of the prompts, or None for token ids.
     timeout: float | None  # seconds
     headers: dict[str, str] = field(default_factory=dict)  # The headers of the reply.
-    structure: str | None = None  # The field that contains the spec of structured output.
+    structure_field: str | None = None  # The field that contains the spec of structured output.
     make_end_check: MakeEndCheck | None = None  # It ends a reply by its content.
 
 
@@ -198,11 +198,11 @@ def sampling(front: Front, body: Common) -> SamplingParams:
     )
 
 
-def repetition_detection(asked: RepetitionDetection) -> RepetitionDetectionParams:
+def repetition_detection(given: RepetitionDetection) -> RepetitionDetectionParams:
     return RepetitionDetectionParams(
-        max_pattern_size=asked.max_pattern_size or 0,
-        min_pattern_size=asked.min_pattern_size or 0,
-        min_count=asked.min_count or 0,
+        max_pattern_size=given.max_pattern_size or 0,
+        min_pattern_size=given.min_pattern_size or 0,
+        min_count=given.min_count or 0,
     )
 
 
@@ -324,7 +324,7 @@ def ignore(headers: dict[str, str], *names: str) -> None:
 
 
 def fit(
-    prompt: list[int], wanted: int | None, model: Loaded, param: str, headers: dict[str, str]
+    prompt: list[int], max_tokens: int | None, model: Loaded, param: str, headers: dict[str, str]
 ) -> int:
     """Return how many tokens may be generated.
 
@@ -332,7 +332,7 @@ def fit(
     request for an embedding asks for 0, and its prompt may fill the context.
     """
     count = len(prompt)
-    least = 0 if wanted == 0 else 1
+    least = 0 if max_tokens == 0 else 1
     if count + least > model.max_model_len:
         raise prompt_too_long(count, model.max_model_len, param)
     if count + least > model.longest:
@@ -346,14 +346,14 @@ def fit(
         raise invalid_field(param, str(error), error.code)
     room = model.longest - count
     by_pool = model.longest < model.max_model_len and not model.kv_budget
-    if by_pool and (wanted is None or wanted > room):
+    if by_pool and (max_tokens is None or max_tokens > room):
         headers["x-max-tokens"] = str(room)
         headers["x-max-tokens-limit"] = "kv_pool"
-    if model.kv_budget and wanted is not None and wanted < UNBOUNDED:
-        return wanted
-    if wanted is not None and room < wanted < UNBOUNDED:
+    if model.kv_budget and max_tokens is not None and max_tokens < UNBOUNDED:
+        return max_tokens
+    if max_tokens is not None and room < max_tokens < UNBOUNDED:
         headers["x-max-tokens"] = str(room)
-    return min(wanted, room) if wanted is not None else room
+    return min(max_tokens, room) if max_tokens is not None else room
 
 
 def build(
@@ -361,7 +361,7 @@ def build(
     caller: Caller,
     body: Common,
     prompts: list[tuple[str | None, list[int]]],
-    asked: Asked,
+    checked: CheckedRequest,
     param: str = "prompt",
 ) -> Prepared:
     """Return the requests for the engine. Each may generate as many tokens as its prompt leaves.
@@ -369,8 +369,8 @@ def build(
     `param` is the field that contains the prompt.
     """
     model = front.client.model
-    params = asked.params
-    headers = asked.headers
+    params = checked.params
+    headers = checked.headers
     params.check_vocabulary(model.vocab_size)
     eos_ids = () if params.ignore_eos else model.eos_ids
     params.check_min_tokens(frozenset([*(params.stop_token_ids or ()), *eos_ids]))
@@ -380,10 +380,10 @@ def build(
     # A key with a higher number is served first. A request with a lower number is served first, as
     # in vLLM.
     priority = min(max((body.priority or 0) - caller.key_priority, -(2**31)), 2**31 - 1)
-    deadline = None if asked.timeout is None else caller.arrival + asked.timeout
+    deadline = None if checked.timeout is None else caller.arrival + checked.timeout
     requests: list[Request] = []
     for _, ids in prompts:
-        room = fit(ids, asked.wanted, model, param, headers)
+        room = fit(ids, checked.max_tokens, model, param, headers)
         if params.min_tokens > room:
             raise invalid_field(
                 "min_tokens",
@@ -409,7 +409,7 @@ def build(
         )
     _check_prompt_logprobs(front, params, requests)
     texts = [text for text, _ in prompts]
-    return Prepared(requests, texts, asked.timeout, headers, structured_output.field(body))
+    return Prepared(requests, texts, checked.timeout, headers, structured_output.field(body))
 
 
 def _check_prompt_logprobs(front: Front, params: SamplingParams, requests: list[Request]) -> None:

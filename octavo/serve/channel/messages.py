@@ -212,7 +212,7 @@ class Heartbeat(msgspec.Struct, tag=True, array_like=True):
     guide_seconds: float = 0.0  # The time spent on compiling guides.
     checks: int = 0  # Checks of the scheduler's invariants.
     check_failures: int = 0
-    shrunk: int = 0  # Steps that were too large for the memory of the device.
+    oom_steps: int = 0  # Steps that were too large for the memory of the device.
     # Speculative decoding. Without it, these are 0 and an empty list.
     verifications: int = 0  # Verifications of at least one draft of one sequence.
     drafted_tokens: int = 0  # Drafts that were verified.

@@ -32,7 +32,7 @@ from octavo.serve.api.request_reasoning import reasoning_start, reasoning_style,
 from octavo.serve.api.request_tools import modernise, read_tools
 from octavo.serve.api.token_generation import TokensWriter
 from octavo.serve.api.translation import FieldNames
-from octavo.serve.api.validate import Asked, Prepared
+from octavo.serve.api.validate import CheckedRequest, Prepared
 from octavo.serve.front.client import Call
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.http.exchange import Exchange
@@ -87,14 +87,14 @@ async def chat_batch(exchange: Exchange) -> None:
             raise unsupported(name, "this route answers several conversations in text")
     fields = {name: getattr(body, name) for name in ChatRequest.__struct_fields__}
     chats = [ChatRequest(**{**fields, "messages": messages}) for messages in conversations]
-    asked, shape = read_chat(front, caller, chats[0], unknown)
+    checked, shape = read_chat(front, caller, chats[0], unknown)
     context = prompt.longest(front, body.truncate_prompt_tokens)
     prompts: list[tuple[str | None, list[int]]] = []
     for index, chat in enumerate(chats):
         with FieldNames({"messages": f"messages.{index}"}).errors():
-            prompts.append((None, await prompt.chat_ids(front, chat, asked, None, context)))
-    shape.reasoning = reasoning_start(front, chats[0], prompts[0][1], asked)
-    prepared = validate.build(front, caller, chats[0], prompts, asked, param="messages")
+            prompts.append((None, await prompt.chat_ids(front, chat, checked, None, context)))
+    shape.reasoning = reasoning_start(front, chats[0], prompts[0][1], checked)
+    prepared = validate.build(front, caller, chats[0], prompts, checked, param="messages")
     await answer(exchange, prepared, chunk_writer(exchange, shape), stream=False)
 
 
@@ -123,12 +123,12 @@ async def render(exchange: Exchange) -> None:
     body, unknown = await exchange.body(ChatRequest)
     wants_offsets = bool(unknown.pop("return_token_offsets", False))
     unknown.pop("return_assistant_tokens_mask", None)  # It is always null.
-    asked, shape = read_chat(front, exchange.caller, body, unknown)
-    asked.params.check_vocabulary(front.client.model.vocab_size)
-    ids = await prompt.chat_ids(front, body, asked, shape.tools, context=sys.maxsize)
+    checked, shape = read_chat(front, exchange.caller, body, unknown)
+    checked.params.check_vocabulary(front.client.model.vocab_size)
+    ids = await prompt.chat_ids(front, body, checked, shape.tools, context=sys.maxsize)
     text = await front.text.decode(front.tokenizer, ids)
-    reply = await describe_prompt(exchange, body, asked, (text, ids), wants_offsets)
-    await exchange.reply(reply, asked.headers)
+    reply = await describe_prompt(exchange, body, checked, (text, ids), wants_offsets)
+    await exchange.reply(reply, checked.headers)
 
 
 async def render_completion(exchange: Exchange) -> None:
@@ -136,19 +136,19 @@ async def render_completion(exchange: Exchange) -> None:
     front = exchange.front
     body, unknown = await exchange.body(CompletionRequest)
     wants_offsets = bool(unknown.pop("return_token_offsets", False))
-    asked, _ = read_completion(front, exchange.caller, body, unknown)
-    asked.params.check_vocabulary(front.client.model.vocab_size)
+    checked, _ = read_completion(front, exchange.caller, body, unknown)
+    checked.params.check_vocabulary(front.client.model.vocab_size)
     replies = []
-    for text, ids in await prompt.completion_prompts(front, body, asked):
+    for text, ids in await prompt.completion_prompts(front, body, checked):
         shown = text if text is not None else await front.text.decode(front.tokenizer, ids)
-        replies.append(await describe_prompt(exchange, body, asked, (shown, ids), wants_offsets))
-    await exchange.reply(replies, asked.headers)
+        replies.append(await describe_prompt(exchange, body, checked, (shown, ids), wants_offsets))
+    await exchange.reply(replies, checked.headers)
 
 
 async def describe_prompt(
     exchange: Exchange,
     body: OpenAI,
-    asked: Asked,
+    checked: CheckedRequest,
     rendered_prompt: tuple[str, list[int]],
     wants_offsets: bool,
 ) -> dict[str, Any]:
@@ -164,7 +164,7 @@ async def describe_prompt(
         envelope(front, exchange.caller, shape).id,
         front.config.name,
         rendered_prompt,
-        asked.params,
+        checked.params,
         body,
         offsets,
     )
@@ -245,7 +245,7 @@ def read_chat(
     body: ChatRequest,
     unknown: dict[str, Any],
     table: Mapping[str, Field] = FIELDS,
-) -> tuple[Asked, Shape]:
+) -> tuple[CheckedRequest, Shape]:
     """Return the request without its prompt, and the shape of its reply.
 
     `table` has the fields of the API to which the unknown fields were sent.
@@ -266,14 +266,14 @@ def read_chat(
     top = None
     if body.logprobs:
         top = validate.check_count("top_logprobs", body.top_logprobs or 0, 0, limits.top_logprobs)
-    wanted = validate.reply_length(body, LENGTHS)
-    if wanted is None:
-        wanted = default_length(front)
+    max_tokens = validate.reply_length(body, LENGTHS)
+    if max_tokens is None:
+        max_tokens = default_length(front)
     if body.thinking_token_budget is not None:
         validate.check_count("thinking_token_budget", body.thinking_token_budget, -1)
     params = _prompt_logprobs(body, params, limits.top_logprobs)
     params = _logprobs(body, shape, params, top)
-    _check_minimum(params, wanted)
+    _check_minimum(params, max_tokens)
     shape.is_legacy = modernise(body)
     shape.tools = read_tools(front, body, params.structured_outputs)
     if shape.tools is not None:
@@ -283,7 +283,7 @@ def read_chat(
     if style is not None:
         params = show_tags(front.tokenizer, style, params)
     shape.shows_reasoning = body.include_reasoning is not False
-    return Asked(params, wanted, timeout, headers), shape
+    return CheckedRequest(params, max_tokens, timeout, headers), shape
 
 
 def last_message(body: ChatRequest) -> str:
@@ -312,13 +312,13 @@ async def prepare_chat(
     unknown: dict[str, Any],
     table: Mapping[str, Field] = FIELDS,
 ) -> tuple[Prepared, Shape]:
-    asked, shape = read_chat(front, caller, body, unknown, table)
+    checked, shape = read_chat(front, caller, body, unknown, table)
     context = prompt.longest(front, body.truncate_prompt_tokens)
-    ids = await prompt.chat_ids(front, body, asked, shape.tools, context)
-    shape.reasoning = reasoning_start(front, body, ids, asked)
-    prepared = validate.build(front, caller, body, [(None, ids)], asked, param="messages")
+    ids = await prompt.chat_ids(front, body, checked, shape.tools, context)
+    shape.reasoning = reasoning_start(front, body, ids, checked)
+    prepared = validate.build(front, caller, body, [(None, ids)], checked, param="messages")
     if shape.tools is not None and shape.tools.grammar is not None:
-        prepared.structure = "tools"
+        prepared.structure_field = "tools"
     if shape.tools is not None and not shape.tools.parallel:
         prepared.make_end_check = shape.tools.first_call
     return prepared, shape
@@ -331,9 +331,9 @@ async def prepare_completion(
     unknown: dict[str, Any],
     table: Mapping[str, Field] = FIELDS,
 ) -> tuple[Prepared, Shape]:
-    asked, shape = read_completion(front, caller, body, unknown, table)
-    prompts = await prompt.completion_prompts(front, body, asked)
-    return validate.build(front, caller, body, prompts, asked), shape
+    checked, shape = read_completion(front, caller, body, unknown, table)
+    prompts = await prompt.completion_prompts(front, body, checked)
+    return validate.build(front, caller, body, prompts, checked), shape
 
 
 def read_completion(
@@ -342,7 +342,7 @@ def read_completion(
     body: CompletionRequest,
     unknown: dict[str, Any],
     table: Mapping[str, Field] = FIELDS,
-) -> tuple[Asked, Shape]:
+) -> tuple[CheckedRequest, Shape]:
     """Return the request without its prompts, and the shape of its reply."""
     limits = front.config.limits
     headers = validate.check_fields(front, unknown, chat=False, table=table)
@@ -350,12 +350,12 @@ def read_completion(
     params = validate.sampling(front, body)
     shape = _shape(front, body, False, headers)
     shape.echo = bool(body.echo)
-    many = (
+    num_prompts = (
         len(body.prompt)
         if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int)
         else 1
     )
-    params = validate.choices(body, params, shape.n, many, shape.stream, limits, headers)
+    params = validate.choices(body, params, shape.n, num_prompts, shape.stream, limits, headers)
     if body.logprobs is True:
         raise invalid_field(
             "logprobs", "logprobs of a completion must be a number of tokens, got true"
@@ -363,23 +363,23 @@ def read_completion(
     top = None if body.logprobs is False else body.logprobs
     if top is not None:
         validate.check_count("logprobs", top, 0, limits.completion_logprobs)
-    wanted = validate.reply_length(body, LENGTHS, least=0 if shape.echo else 1)
-    if wanted is None:
-        wanted = DEFAULT_TOKENS
-    shape.prompt_only = shape.echo and wanted == 0
+    max_tokens = validate.reply_length(body, LENGTHS, least=0 if shape.echo else 1)
+    if max_tokens is None:
+        max_tokens = DEFAULT_TOKENS
+    shape.prompt_only = shape.echo and max_tokens == 0
     params = _prompt_logprobs(body, params, limits.top_logprobs)
     if shape.echo and top is not None:
         params = replace(params, prompt_logprobs=max(top, params.prompt_logprobs or 0))
     params = _logprobs(body, shape, params, top)
-    _check_minimum(params, wanted)
-    return Asked(params, max(wanted, 1), timeout, headers), shape
+    _check_minimum(params, max_tokens)
+    return CheckedRequest(params, max(max_tokens, 1), timeout, headers), shape
 
 
-def _check_minimum(params: SamplingParams, wanted: int | None) -> None:
-    if wanted is not None and params.min_tokens > wanted:
+def _check_minimum(params: SamplingParams, max_tokens: int | None) -> None:
+    if max_tokens is not None and params.min_tokens > max_tokens:
         raise invalid_field(
             "min_tokens",
-            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({wanted})",
+            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({max_tokens})",
             "param_out_of_range",
         )
 

@@ -129,11 +129,11 @@ class Guard:
         id_headers = [(b"x-request-id", given if valid else ours), (b"x-octavo-request-id", ours)]
         if caller.span is not None:
             id_headers.append((b"traceresponse", caller.span.traceresponse.encode()))
-        if (wanted := headers.get(LOAD_FORMAT)) is not None:
-            id_headers += self.load_headers(wanted)
+        if (load_format := headers.get(LOAD_FORMAT)) is not None:
+            id_headers += self.load_headers(load_format)
         return id_headers
 
-    def load_headers(self, wanted: bytes) -> list[tuple[bytes, bytes]]:
+    def load_headers(self, load_format: bytes) -> list[tuple[bytes, bytes]]:
         """Return the load of the engine in the form of ORCA, which load balancers ask for."""
         client = self.front.client
         heartbeat = client.supervisor.heartbeat
@@ -144,7 +144,7 @@ class Guard:
         }
         text = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
         report = {b"text": f"TEXT {text}", b"json": f"JSON {json.dumps({'named_metrics': load})}"}
-        found = report.get(wanted.lower())
+        found = report.get(load_format.lower())
         return [] if found is None else [(b"endpoint-load-metrics", found.encode())]
 
     def check(self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller) -> None:

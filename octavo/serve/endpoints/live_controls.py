@@ -60,8 +60,8 @@ async def settings(exchange: Exchange) -> None:
     if unknown:
         name = next(iter(unknown))
         raise invalid_field(name, f"{name} is not a setting that can be changed")
-    asked = msgspec.structs.asdict(body)
-    changes = {name: value for name, value in asked.items() if value is not msgspec.UNSET}
+    fields = msgspec.structs.asdict(body)
+    changes = {name: value for name, value in fields.items() if value is not msgspec.UNSET}
     error = await change_settings(exchange.front, changes)
     if error:
         raise ApiError(400, error, "invalid_setting")

@@ -76,10 +76,10 @@ async def reply_loaded(
     exchange: Exchange, translation: Translation, unknown: dict[str, Any], is_chat: bool
 ) -> None:
     """Answer a request without a prompt, which says only that the model is loaded."""
-    asked, _ = read(exchange, translation, unknown, OLLAMA_TABLE)
-    asked.params.check_vocabulary(exchange.front.client.model.vocab_size)
-    finish_headers(translation.fields, asked.headers)
-    await exchange.reply(loaded_reply(exchange.front.config.name, is_chat), asked.headers)
+    checked, _ = read(exchange, translation, unknown, OLLAMA_TABLE)
+    checked.params.check_vocabulary(exchange.front.client.model.vocab_size)
+    finish_headers(translation.fields, checked.headers)
+    await exchange.reply(loaded_reply(exchange.front.config.name, is_chat), checked.headers)
 
 
 async def tags(exchange: Exchange) -> None:

@@ -74,7 +74,7 @@ async def invocations(exchange: Exchange) -> None:
 async def change_session(exchange: Exchange, data: bytes) -> None:
     """Create or close a session of SageMaker."""
     try:
-        asked = msgspec.json.decode(data, type=SessionRequest)
+        session = msgspec.json.decode(data, type=SessionRequest)
     except msgspec.MsgspecError:
         raise invalid_field(
             "requestType",
@@ -82,7 +82,7 @@ async def change_session(exchange: Exchange, data: bytes) -> None:
         ) from None
     sessions = exchange.front.sagemaker_sessions
     owner = exchange.caller.owner
-    if asked.request_type == "NEW_SESSION":
+    if session.request_type == "NEW_SESSION":
         id, expires = sessions.create(owner)
         until = datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         headers = {"x-amzn-sagemaker-new-session-id": f"{id}; Expires={until}"}

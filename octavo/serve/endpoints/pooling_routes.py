@@ -29,7 +29,7 @@ from octavo.serve.api.protocol import (
 )
 from octavo.serve.api.request_fields import EMBEDDINGS_TABLE, OLLAMA_TABLE, Field
 from octavo.serve.api.translation import FieldNames
-from octavo.serve.api.validate import Asked, Prepared
+from octavo.serve.api.validate import CheckedRequest, Prepared
 from octavo.serve.endpoints.completions import open_call
 from octavo.serve.http.exchange import Exchange
 
@@ -182,17 +182,17 @@ async def prepare(
     front = exchange.front
     headers = validate.check_fields(front, unknown, chat=False, table=table)
     timeout = validate.check_common(front, exchange.caller, request)
-    asked = Asked(pooling_sampling(), 0, timeout, headers)
+    checked = CheckedRequest(pooling_sampling(), 0, timeout, headers)
     param = "prompt"
     if isinstance(request, ChatRequest):
         param = "messages"
         prompt.check_template_options(front, request, headers)
         context = prompt.longest(front, request.truncate_prompt_tokens)
-        ids = await prompt.chat_ids(front, request, asked, None, context)
+        ids = await prompt.chat_ids(front, request, checked, None, context)
         prompts: list[tuple[str | None, list[int]]] = [(None, ids)]
     else:
-        prompts = await prompt.completion_prompts(front, request, asked)
-    return validate.build(front, exchange.caller, request, prompts, asked, param)
+        prompts = await prompt.completion_prompts(front, request, checked)
+    return validate.build(front, exchange.caller, request, prompts, checked, param)
 
 
 def check_values(

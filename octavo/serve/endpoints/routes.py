@@ -16,7 +16,7 @@ from octavo.serve.api.protocol import (
     TokenizeRequest,
 )
 from octavo.serve.api.request_tools import read_tools
-from octavo.serve.api.validate import Asked, Prepared
+from octavo.serve.api.validate import CheckedRequest, Prepared
 from octavo.serve.channel.jobs import Encode, EncodeChat, Tokenize
 from octavo.serve.endpoints.completions import open_call
 from octavo.serve.front.front import Caller, Front
@@ -133,13 +133,13 @@ async def prepare_generate(
     params = validate.choices(
         body, validate.sampling(front, body), 1, len(prompts), stream, limits, headers
     )
-    wanted = validate.reply_length(body, ("max_new_tokens",))
-    if wanted is None:
-        wanted = DEFAULT_NEW_TOKENS
-    if params.min_tokens > wanted:
+    max_tokens = validate.reply_length(body, ("max_new_tokens",))
+    if max_tokens is None:
+        max_tokens = DEFAULT_NEW_TOKENS
+    if params.min_tokens > max_tokens:
         raise invalid_field(
             "min_tokens",
-            f"min_tokens ({params.min_tokens}) must not exceed max_new_tokens ({wanted})",
+            f"min_tokens ({params.min_tokens}) must not exceed max_new_tokens ({max_tokens})",
             "param_out_of_range",
         )
     context = front.client.model.max_model_len
@@ -154,8 +154,8 @@ async def prepare_generate(
         (text, front.tokenizer.as_prompt(tokens.ids))
         for text, tokens in zip(prompts, await front.text.encode(front.tokenizer, job), strict=True)
     ]
-    asked = Asked(params, wanted, timeout, headers)
-    return validate.build(front, caller, body, encoded, asked)
+    checked = CheckedRequest(params, max_tokens, timeout, headers)
+    return validate.build(front, caller, body, encoded, checked)
 
 
 async def generate(exchange: Exchange) -> None:

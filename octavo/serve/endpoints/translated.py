@@ -11,7 +11,7 @@ from octavo.serve.api.api_errors import unsupported
 from octavo.serve.api.replies import Shape
 from octavo.serve.api.request_fields import Field
 from octavo.serve.api.translation import FieldNames, Translation
-from octavo.serve.api.validate import LABEL, Asked, Prepared
+from octavo.serve.api.validate import LABEL, CheckedRequest, Prepared
 from octavo.serve.endpoints.completions import prepare_chat, read_chat
 from octavo.serve.http.exchange import Exchange
 
@@ -38,13 +38,13 @@ async def count_prompt(
     table: Mapping[str, Field],
 ) -> tuple[int, dict[str, str]]:
     """Return the number of tokens in the prompt, and the headers of the reply."""
-    asked, shape = read(exchange, translation, unknown, table)
+    checked, shape = read(exchange, translation, unknown, table)
     front = exchange.front
     chat = translation.chat
-    asked.params.check_vocabulary(front.client.model.vocab_size)
-    ids = await prompt.chat_ids(front, chat, asked, shape.tools, context=sys.maxsize)
-    finish_headers(translation.fields, asked.headers)
-    return len(ids), asked.headers
+    checked.params.check_vocabulary(front.client.model.vocab_size)
+    ids = await prompt.chat_ids(front, chat, checked, shape.tools, context=sys.maxsize)
+    finish_headers(translation.fields, checked.headers)
+    return len(ids), checked.headers
 
 
 def read(
@@ -52,7 +52,7 @@ def read(
     translation: Translation,
     unknown: dict[str, Any],
     table: Mapping[str, Field],
-) -> tuple[Asked, Shape]:
+) -> tuple[CheckedRequest, Shape]:
     """Check a translated request except for its prompt."""
     check_members(exchange, translation.fields)
     return read_chat(exchange.front, exchange.caller, translation.chat, unknown, table)

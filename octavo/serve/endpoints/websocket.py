@@ -137,7 +137,7 @@ class Session:
         return IncomingMessage(data, message["octavo.memory"])
 
     async def _generate(self, message: IncomingMessage) -> None:
-        asked, unknown = await self._parse(message)
+        request, unknown = await self._parse(message)
         if unknown.pop("type", None) == "cancel":
             # A cancel may arrive just after the end of a generation, so a few of them are ignored.
             self.errors.take()
@@ -147,11 +147,11 @@ class Session:
         if unknown.get("stream") is True:
             del unknown["stream"]  # A WebSocket always streams.
         headers = validate.check_fields(self.front, unknown, chat=False)
-        if asked.prompt is None:
+        if request.prompt is None:
             raise invalid_field("prompt", "prompt is missing: it must be a string")
         caller = Caller(key=self.caller.key, timeout=self.caller.timeout, span=self.caller.span)
         prepared = await prepare_generate(
-            self.front, caller, asked, [asked.prompt], headers, stream=True
+            self.front, caller, request, [request.prompt], headers, stream=True
         )
         with open_call(self.front, caller, prepared, stream=True) as self.call:
             try:

@@ -433,7 +433,7 @@ class EngineLoop:
             guide_seconds=guides.seconds if guides is not None else 0.0,
             checks=self.checks,
             check_failures=self.check_failures,
-            shrunk=counters.oom_steps,
+            oom_steps=counters.oom_steps,
             verifications=drafts.verifications,
             drafted_tokens=drafts.drafted,
             accepted_tokens=drafts.accepted,

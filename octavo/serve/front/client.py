@@ -119,7 +119,7 @@ class Call:
         self.texts = prepared.texts
         self.make_end_check = prepared.make_end_check
         # The field of the client's request that contains the spec of structured output.
-        self.structure = prepared.structure
+        self.structure_field = prepared.structure_field
         self.key = key
         self.owner = ""
         self.key_priority = 0
@@ -275,7 +275,7 @@ class Call:
             return api_errors.step_failed()
         if output.code == NotANumber.code:
             return api_errors.not_a_number(output.error)
-        return ApiError(400, output.error, output.code, self.structure)
+        return ApiError(400, output.error, output.code, self.structure_field)
 
 
 class EngineClient:
@@ -364,7 +364,7 @@ class EngineClient:
         spec = requests[0].params.structured_outputs
         needs_trial = False
         if spec is not None and self.trials is not None:
-            needs_trial = not self.trials.passed(spec, prepared.structure)
+            needs_trial = not self.trials.passed(spec, prepared.structure_field)
         for index, request in enumerate(requests):
             request.id = f"{call_id}-{index}"
         call = Call(
@@ -441,7 +441,7 @@ class EngineClient:
         total = self._total_timeout(timeout)
         try:
             async with asyncio.timeout(max(call.arrival + total - time.monotonic(), 0)):
-                await self.trials.run(spec, call.structure)
+                await self.trials.run(spec, call.structure_field)
             if call.error is None:
                 self._check_room(call.requests, call.key)
                 self._send(call, timeout)
@@ -594,7 +594,7 @@ class EngineClient:
             return
         param = message.param
         if param == "structured_outputs":
-            param = refused.call.structure
+            param = refused.call.structure_field
         refused.call.fail(ApiError(400, message.message, message.code, param))
 
     def _leave_queue(self, request_id: str, start_time: float) -> None:

@@ -331,7 +331,7 @@ class EngineSource(Source):
             ),
             "engine_steps": (heartbeat.steps, "Steps that the engine has run."),
             "engine_steps_shrunk": (
-                heartbeat.shrunk,
+                heartbeat.oom_steps,
                 "Steps that ran out of device memory and were retried with fewer tokens.",
             ),
             "engine_starts": (

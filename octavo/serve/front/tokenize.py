@@ -48,7 +48,7 @@ class Short(NamedTuple):
     """A short text that will be tokenised together with others."""
 
     tokenizer: Tokenizer
-    asked: tuple[str, bool, bool]  # The arguments of Tokenizer.encode.
+    arguments: tuple[str, bool, bool]  # The arguments of Tokenizer.encode.
     token_ids: asyncio.Future[list[int]]
 
 
@@ -162,11 +162,11 @@ class Texts:
 
     # ---- short texts -----------------------------------------------------------------------------
 
-    def _soon(self, tokenizer: Tokenizer, *asked: Any) -> asyncio.Future[list[int]]:
+    def _soon(self, tokenizer: Tokenizer, *arguments: Any) -> asyncio.Future[list[int]]:
         loop = asyncio.get_running_loop()
         if not self._short:
             loop.call_soon(self._encode)
-        self._short.append(Short(tokenizer, asked, loop.create_future()))
+        self._short.append(Short(tokenizer, arguments, loop.create_future()))
         return self._short[-1].token_ids
 
     def _encode(self) -> None:
@@ -176,7 +176,7 @@ class Texts:
         for tokenizer, group in groupby(short, lambda item: item.tokenizer):
             texts = list(group)
             try:
-                found = guarded(tokenizer.encode_many, [item.asked for item in texts])
+                found = guarded(tokenizer.encode_many, [item.arguments for item in texts])
             except Exception:  # One of the texts is the cause, and only its request must fail.
                 for item in texts:
                     _answer(item)
@@ -188,7 +188,7 @@ class Texts:
 
 def _answer(waiting: Short) -> None:
     try:
-        token_ids = guarded(waiting.tokenizer.encode, *waiting.asked)
+        token_ids = guarded(waiting.tokenizer.encode, *waiting.arguments)
     except Exception as error:
         if not waiting.token_ids.done():
             waiting.token_ids.set_exception(error)

@@ -31,12 +31,12 @@ HANDSHAKE_SECONDS = 10.0  # A client must have finished the TLS handshake in thi
 LOCAL_CLIENT = "unix"
 
 
-def raise_descriptor_limit(wanted: int) -> None:
-    """Raise the limit on open files to `wanted`, or as far as the system allows."""
+def raise_descriptor_limit(limit: int) -> None:
+    """Raise the limit on open files to `limit`, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class Acceptor:

@@ -66,11 +66,11 @@ class Exchange:
 
     async def read(self, held: Held) -> Bytes:
         """Return the bytes of the body."""
-        there = self._request.whole_body() if self._kept_body is None else self._kept_body
+        buffered = self._request.whole_body() if self._kept_body is None else self._kept_body
         return await body.read(
             self.scope["octavo.headers"],
             self._receive,
-            there,
+            buffered,
             self.front.config.limits,
             held,
             # Ollama reads a body of any type, and its clients and examples often name none.
@@ -105,16 +105,17 @@ class Exchange:
         await self.send(_encode(value), "application/json", headers, status)
 
     async def send(
-        self, data: bytes, content: str, headers: Headers | None = None, status: int = 200
+        self, data: bytes, content_type: str, headers: Headers | None = None, status: int = 200
     ) -> None:
         await self._start(
-            status, {"content-type": content, "content-length": str(len(data)), **(headers or {})}
+            status,
+            {"content-type": content_type, "content-length": str(len(data)), **(headers or {})},
         )
         await self.write(data, last=True)
 
-    async def start_reply(self, content: str, length: int) -> None:
+    async def start_reply(self, content_type: str, length: int) -> None:
         """Start a reply of a known length, which is then written in parts."""
-        await self._start(200, {"content-type": content, "content-length": str(length)})
+        await self._start(200, {"content-type": content_type, "content-length": str(length)})
 
     async def start_stream(self, headers: Headers, content_type: str, keep_alive: bytes) -> None:
         """Start a streamed reply. A client ignores the bytes of `keep_alive`."""

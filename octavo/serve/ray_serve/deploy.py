@@ -67,9 +67,9 @@ class RayReplicas:
     def __init__(self, handle: DeploymentHandle):
         self.handle = handle
 
-    async def place(self, hashes: list[bytes], failed: list[str], wanted: str) -> Placement:
+    async def place(self, hashes: list[bytes], failed: list[str], preferred: str) -> Placement:
         while True:
-            call = self.handle.options(stream=True).lease.remote(hashes, failed, wanted)
+            call = self.handle.options(stream=True).lease.remote(hashes, failed, preferred)
             try:
                 placement: Placement = await anext(call)
                 return placement

@@ -78,11 +78,11 @@ REMEMBERED_REQUESTS = 65_536  # A client can cancel or continue one of these by 
 class Replicas(Protocol):
     """The replicas, as the endpoint sees them."""
 
-    async def place(self, hashes: list[bytes], failed: list[str], wanted: str) -> Placement:
+    async def place(self, hashes: list[bytes], failed: list[str], preferred: str) -> Placement:
         """Choose a replica and take a lease from it. Waits until there is one.
 
         `hashes` are those of the prompt's blocks. Replicas that have `failed` are avoided. The
-        replica `wanted` is taken if it exists and the name is not empty.
+        replica `preferred` is taken if it exists and the name is not empty.
         """
 
     async def metrics(self) -> Mapping[str, bytes]:
@@ -248,16 +248,16 @@ class Forwarder:
 
     async def _place(self, outgoing: Outgoing) -> Placement:
         """Choose a replica: the one of the earlier request, if this request has one."""
-        wanted = ""
+        preferred = ""
         earlier = self._placements.get(outgoing.earlier or "")
         if earlier is not None and earlier.replica not in outgoing.failed:
             if outgoing.start.path.endswith("/cancel"):
                 # The router does not know a replica that drains, but it may have the request.
                 return earlier._replace(lease="")
-            wanted = earlier.replica
+            preferred = earlier.replica
         try:
             async with asyncio.timeout(outgoing.seconds):
-                placement = await self.replicas.place(outgoing.hashes, outgoing.failed, wanted)
+                placement = await self.replicas.place(outgoing.hashes, outgoing.failed, preferred)
         except TimeoutError:
             raise no_replica() from None
         if outgoing.start.path in GENERATES:

@@ -35,10 +35,10 @@ class PrefixRouter(RequestRouter):
             return [candidate_replicas]
         # Without this, Ray Serve would try again at once while every replica is full.
         pending_request.routing_context.should_backoff = True
-        hashes, failed, wanted = routing_arguments(pending_request)
+        hashes, failed, preferred = routing_arguments(pending_request)
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        if wanted in by_name:
-            return [[by_name[wanted]]]
+        if preferred in by_name:
+            return [[by_name[preferred]]]
         loads = {
             name: self.replica_queue_len_cache.get(each.replica_id) or 0
             for name, each in by_name.items()
@@ -72,9 +72,9 @@ class TurnRouter(RoundRobinRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         if pending_request is not None:
-            *_, wanted = routing_arguments(pending_request)
+            *_, preferred = routing_arguments(pending_request)
             for replica in candidate_replicas:
-                if replica.replica_id.unique_id == wanted:
+                if replica.replica_id.unique_id == preferred:
                     return [[replica]]
         groups: list[list[RunningReplica]] = await super().choose_replicas(
             candidate_replicas, pending_request
@@ -86,5 +86,5 @@ def routing_arguments(pending_request: PendingRequest) -> tuple[list[bytes], lis
     """Return the arguments of Replica.lease. A call of another method has none."""
     if len(pending_request.args) != 3:
         return [], [], ""
-    hashes, failed, wanted = pending_request.args
-    return hashes, failed, wanted
+    hashes, failed, preferred = pending_request.args
+    return hashes, failed, preferred

@@ -165,7 +165,7 @@ class Replica:
     # ---- methods that Ray Serve calls ------------------------------------------------------------
 
     async def lease(
-        self, hashes: list[bytes], failed: list[str], wanted: str
+        self, hashes: list[bytes], failed: list[str], preferred: str
     ) -> AsyncIterator[Placement]:
         """Yield where to send a request, and end with the request.
 
