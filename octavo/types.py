@@ -71,9 +71,9 @@ class Status(Enum):
 class DiskWait(Enum):
     """The state of a sequence that may wait for blocks from disk before its admission."""
 
-    NOT_ASKED = "not asked"
+    NOT_STARTED = "not started"
     WAITING = "waiting"
-    OVER = "over"  # the sequence does not ask the disk again before its next preemption
+    DONE = "done"  # no block is fetched for the sequence before its next preemption
 
 
 def child_seed(seed: int, index: int) -> int:
@@ -149,7 +149,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # hash chain of its full blocks
     published_blocks: int = 0  # leading blocks already published to the prefix cache
     cached_tokens: int = 0  # prompt positions found in the prefix cache at its first admission
-    disk_wait: DiskWait = DiskWait.NOT_ASKED
+    disk_wait: DiskWait = DiskWait.NOT_STARTED
     # TierIndex.transfers_ended at the sequence's last lookup. A new lookup is useful once that
     # number has changed.
     transfers_ended_at_lookup: int = 0

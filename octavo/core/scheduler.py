@@ -756,7 +756,7 @@ class Scheduler:
         until their memory is needed."""
         self.reports.preempted(seq, reason, beneficiary)
         seq.preempted_positions = seq.planned - seq.drafts_in_flight
-        seq.disk_wait = DiskWait.NOT_ASKED
+        seq.disk_wait = DiskWait.NOT_STARTED
         seq.preempt_reason = reason
         self._release(seq)
         if len(seq.tokens) > self.max_kv_positions:  # the next block to drop is not recomputed

@@ -58,7 +58,7 @@ class TierCounters:
     disk_tokens: int = 0  # positions served from disk
     evictions: int = 0  # contents evicted from host memory
     dropped: int = 0  # contents that left the device and found no host block
-    refused: int = 0  # lookups that refused to load because loading seemed slower
+    refused: int = 0  # lookups that did not load because loading seemed slower
     load_seconds: float = field(default=0.0, repr=False)  # total, where it was measured
     fetch_seconds: float = field(default=0.0, repr=False)  # total, as if one after another
     misses: dict[str, int] = field(default_factory=dict)  # failed disk operations by reason
@@ -189,7 +189,7 @@ class TierIndex:
                 num_present += 1
             elif content_hash in self.filling:
                 num_filling += 1
-            elif seq.disk_wait is DiskWait.NOT_ASKED and content_hash in self.on_disk:
+            elif seq.disk_wait is DiskWait.NOT_STARTED and content_hash in self.on_disk:
                 missing.append(index)
             else:
                 break
@@ -207,7 +207,7 @@ class TierIndex:
         for index in missing:
             self._start_fetch(seq, index, plan)
         waits = bool(missing or num_filling or num_promoting)
-        seq.disk_wait = DiskWait.WAITING if waits else DiskWait.OVER
+        seq.disk_wait = DiskWait.WAITING if waits else DiskWait.DONE
         seq.transfers_ended_at_lookup = self.transfers_ended
         return waits
 

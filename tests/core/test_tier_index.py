@@ -347,7 +347,7 @@ def test_no_more_is_asked_for_than_can_go_up() -> None:
     for spare, wanted in ((6, 0), (4, 2), (0, 4)):
         scheduler.tiers.clear()
         scheduler.tiers.fetching.clear()
-        plan, seq.disk_wait = Plan(9), DiskWait.NOT_ASKED
+        plan, seq.disk_wait = Plan(9), DiskWait.NOT_STARTED
         scheduler.tiers.request_fetches(seq, [], [], scheduler.pool, plan, spare)
         assert len(plan.fetches) == wanted
 
@@ -454,7 +454,7 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
     again.scheduler.commit(plan, StepResult([]))
     assert [item.num_tokens for item in again.scheduler.plan().items] == [
         13
-    ] and seq.disk_wait is DiskWait.OVER, "the rest is computed"
+    ] and seq.disk_wait is DiskWait.DONE, "the rest is computed"
 
 
 # ---- the index itself ----------------------------------------------------------------------------
