@@ -56,10 +56,10 @@ function reveal(lesson, choice, runs) {
     element("p", "question", lesson.question),
     element("p", "verdict", element("b", "", verdict), ` Answer: ${lesson.choices[lesson.answer]}.`),
     element("p", "", lesson.text),
-    element("h3", "", "Look at these moments"),
+    element("h3", "", "Important moments"),
     moments,
     runs.switch,
-    element("h3", "", "Where it is decided"),
+    element("h3", "", "The code that decides"),
     sources(lesson),
   );
 }

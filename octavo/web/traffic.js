@@ -116,7 +116,7 @@ for (const [name] of SCENARIOS) byId("traffic").append(trafficButton(name));
 
 const toggle = element("button", "", "steady traffic");
 toggle.type = "button";
-toggle.title = "A request every second or two.";
+toggle.title = "Send a request every second or two.";
 toggle.addEventListener("click", () => setSteady(!steady));
 byId("traffic").append(toggle);
 

@@ -220,11 +220,11 @@ function drawColumn(context, steps, from, to, { x, height }) {
 
 const KEYS = [
   ["space", "pause or continue"],
-  ["← →", "one step back or forward; with shift ten"],
-  ["Home, End", "the first step; the latest one, live if there is a server"],
+  ["← →", "one step back or forward; with Shift, ten steps"],
+  ["Home, End", "the first step; the latest step, which is live if there is a server"],
   ["j, k", "the next and the previous request"],
   ["+ −", "zoom of the timeline"],
-  ["Tab", "reaches the KV blocks and the timeline; arrow keys move inside"],
+  ["Tab", "move to the KV blocks or the timeline; the arrow keys then move inside the panel"],
   ["Esc", "clear the selection"],
   ["?", "this help"],
 ];

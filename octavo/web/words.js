@@ -108,7 +108,7 @@ const writers = {
       ? "there are too few free blocks for a request before it"
       : `${e.reason}${e.needed ? ` (needs ${e.needed})` : ""}${e.waits_for ? ` (${name(e.waits_for)})` : ""}`,
   unplanned: (e) => `${e.reason}`,
-  recomputes: (e) => `there is no KV cache, so all of its tokens are computed again`,
+  recomputes: (e) => `the KV cache is off, so all tokens are computed again`,
   preempted: (e, name) =>
     `${e.reason}${e.beneficiary && e.beneficiary !== e.seq ? `, for ${name(e.beneficiary)}` : ""}; ${plural(e.positions, "position")} lost`,
   finished: (e) => `${FINISH_REASONS[e.reason] ?? e.reason}, ${plural(e.generated, "token")}`,
@@ -137,7 +137,7 @@ const writers = {
   published: (e) =>
     `block ${e.block} has content #${e.content}${e.parent ? ` after #${e.parent}` : ""}`,
   evicted: (e) => `block ${e.block} loses content #${e.content}`,
-  cleared: () => "all contents of the device are forgotten",
+  cleared: () => "the prefix cache of the device was cleared",
   stored: (e) =>
     e.tier === "host"
       ? `content #${e.content}: block ${e.block} to host block ${e.host_block}`
@@ -149,7 +149,7 @@ const writers = {
       : `content #${e.content} read from disk`,
   ready: (e) => `host block ${e.host_block} holds content #${e.content}`,
   forgotten: (e) =>
-    `content #${e.content} leaves ${e.tier === "host" ? "host memory" : "the disk"}`,
+    `content #${e.content} was dropped from ${e.tier === "host" ? "host memory" : "the disk"}`,
   listed: (e) => `${plural(e.contents, "content")} on disk`,
 };
 
