@@ -33,7 +33,7 @@ help:
 	@echo "make fuzz          random inputs for every parser, SECONDS=600 for each (TARGETS=\"regex http_bytes\" chooses)"
 	@echo "make soak          a server under load and attacks, MINUTES=60: tokens, memory and descriptors must not change"
 	@echo "make test-browser  the live page in a real browser: needs Debian's chromium (apt-get install chromium)"
-	@echo "make pictures      the pictures of the live page in docs/pictures, from octavo demo: needs Debian's chromium"
+	@echo "make pictures      the pictures and runs of the live page in docs/, from octavo demo and lessons: needs Debian's chromium"
 	@echo "make test-clients  clients of OpenAI, Anthropic and Ollama, and other programs against servers, in a virtual environment of their own"
 	@echo "make test-vllm     vLLM's examples and server tests with Octavo in place of vLLM: SOURCE=DIRECTORY is a clone of vLLM"
 	@echo "make test-ray      two replicas on Ray Serve: clients, killed replicas, scaling; and tracing; in a virtual environment of its own"

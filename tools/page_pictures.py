@@ -1,7 +1,9 @@
-"""Takes the pictures of the live page in docs/pictures: `make pictures`.
+"""Takes the pictures of the live page in docs/pictures, and writes the pages in docs/runs: `make
+pictures`.
 
-    watching.webp                         moves: a burst, a shared prefix, preemptions
-    watching-{1440,1024,390}-{light,dark}.png
+    pictures/watching.webp                moves: a burst, a shared prefix, preemptions
+    pictures/watching-{1440,1024,390}-{light,dark}.png
+    runs/{preemption,...}.html            lessons, each as one file
 
 The program starts `octavo demo`, presses its buttons in Debian's Chromium, and takes screenshots.
 It needs requirements-browser.lock.
@@ -23,7 +25,9 @@ from playwright.sync_api import Browser, Page
 
 from tests.web.browser import chromium
 
-FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
+DOCS = Path(__file__).parent.parent / "docs"
+FOLDER = DOCS / "pictures"
+RUNS = ("preemption", "chunked-prefill", "prefix-cache")  # lessons
 SIZES = {1440: 900, 1024: 768, 390: 844}
 MOVING_WIDTH = 960  # pixels of the moving picture; the page is 1440 pixels wide
 FRAME_MS = 200
@@ -134,7 +138,17 @@ def take_still_pictures(browser: Browser, address: str) -> None:
             page.context.close()
 
 
+def write_runs() -> None:
+    """Run lessons and write each into one HTML file."""
+    for name in RUNS:
+        path = DOCS / "runs" / f"{name}.html"
+        command = [sys.executable, "-m", "octavo", "lesson", name, "--export", str(path)]
+        subprocess.run(command, check=True)
+        print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")
+
+
 def main() -> None:
+    write_runs()
     with demo() as address, chromium() as browser:
         take_moving_picture(browser, address)
         take_still_pictures(browser, address)

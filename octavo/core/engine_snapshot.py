@@ -89,7 +89,7 @@ def describe_sequence(numbers: StreamNumbers, seq: Sequence, state: str) -> dict
     return {
         "seq": seq.id,
         "label": numbers.labels.by_sequence.get(seq.id, -1),
-        "name": seq.rank[3],
+        "name": numbers.name(seq),
         "request": request.id,
         "index": seq.index,
         "state": state,

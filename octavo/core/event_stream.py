@@ -150,7 +150,10 @@ class EventStream:
         self.about = {"engine": os.urandom(6).hex()} | (about or {})
         self.text = text
         self.sinks: list[Sink] = []
-        self.numbers = StreamNumbers(0.0)
+        # The same for all streams of this engine, so that requests keep their names.
+        oldest = min((seq.rank[3] for seq in engine.scheduler.live.values()), default=None)
+        self.earlier_requests = engine.scheduler.arrivals if oldest is None else oldest - 1
+        self.numbers = StreamNumbers(0.0, self.earlier_requests)
         self.pieces: dict[int, TextPieces] = {}  # by Sequence.id
         self.decode: list[int] | None = None  # the sequences that decode in the latest plan
         self.not_admitted_ids: set[int] = set()  # sequences with a NotAdmitted event in this plan
@@ -214,7 +217,7 @@ class EventStream:
         """Begin a new stream with a new name, by which readers distinguish it."""
         self.about["stream"] = os.urandom(6).hex()
         self.about["unix_time"] = time.time()
-        self.numbers = StreamNumbers(self.scheduler.clock())
+        self.numbers = StreamNumbers(self.scheduler.clock(), self.earlier_requests)
         self.number = self.engine.events.number
         self.pieces.clear()
         for seq in sorted(self.scheduler.running, key=lambda seq: seq.id):
@@ -272,7 +275,7 @@ class EventStream:
             "arrived",
             event,
             seq.id,
-            name_number(seq),
+            self.numbers.name(seq),
             request.id,
             seq.prompt_len,
             seq.position_limit,
@@ -502,8 +505,3 @@ def encode_lines(records: list[tuple[Any, ...]]) -> bytes:
     A record begins with a string, and no array inside it does. A quotation mark inside a string is
     escaped. Therefore the replaced text occurs only between two records."""
     return encode(records)[1:-1].replace('],["', ']\n["').encode() + b"\n"
-
-
-def name_number(seq: Sequence) -> int:
-    """Return the number of a request in the order of arrival, from which the page names it."""
-    return seq.rank[3]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import Any
 
+from octavo.types import Sequence
+
 
 class Labels:
     """Gives each sequence that has started the smallest unused number, for its colour on the
@@ -56,13 +58,19 @@ class Contents:
 class StreamNumbers:
     """The numbers that an event stream has assigned."""
 
-    def __init__(self, opened_at: float):
-        """`opened_at` is the time 0 of the stream, on the scheduler's clock."""
+    def __init__(self, opened_at: float, earlier_requests: int):
+        """`opened_at` is the time 0 of the stream, on the scheduler's clock. `earlier_requests` is
+        the number of requests, such as those that warm an engine up, that have no name."""
         self.opened_at = opened_at
+        self.earlier_requests = earlier_requests
         self.labels = Labels()
         self.contents = Contents()
         # Sequence.id -> why it waits: the values of the last line "waiting" about it
         self.reasons: dict[int, tuple[Any, ...]] = {}
+
+    def name(self, seq: Sequence) -> int:
+        """Return the number of a request in the order of arrival, from which the page names it."""
+        return seq.rank[3] - self.earlier_requests
 
     def microseconds(self, moment: float) -> int:
         """Return a time of the scheduler's clock as a time of the stream."""

@@ -698,8 +698,8 @@ function explainSequence(seq, page) {
   return [
     title,
     ...explainState(seq, state, page),
-    ...explainFirstWait(seq, page),
     ...explainPreemptions(seq, page),
+    ...explainFirstWait(seq, page),
     ...explainCache(seq, state, page),
     ...explainSharingOf(seq, state),
     ...lifeOf(seq, page),

@@ -246,6 +246,24 @@ def test_a_reader_may_begin_at_any_snapshot() -> None:
     assert not mirror.states
 
 
+def test_requests_before_the_stream_was_made_take_no_letters() -> None:
+    engine = make_engine(12, 4, rows=3, budget=8, depth=1)
+    for name in ("warm-up", "again"):
+        add(engine, name)
+        run(engine)
+    stream, lines = opened(engine)
+    add(engine, "first")
+    engine.step()
+    reopened: list[Any] = []
+    stream.open(lambda data, is_start: reopened.extend(map(json.loads, data.splitlines())))
+    add(engine, "second")
+    run(engine)
+    stream.flush()
+    names = {named(line)["request"]: named(line)["name"] for line in lines if line[0] == "arrived"}
+    assert names == {"first": 1, "second": 2}
+    assert [seq["name"] for seq in reopened[0][5]["sequences"]] == [1]
+
+
 def test_nothing_listens_before_the_first_sink_and_after_the_last() -> None:
     engine = make_engine(12, 4, rows=3, budget=8, depth=1)
     before = {kind: list(found) for kind, found in engine.events.listeners.items()}

@@ -33,7 +33,7 @@ from octavo.replay_server import ReplayServer
 from octavo.types import Request
 from octavo.web_page import single_file
 from tests.core.stream_mirror import StreamMirror, named
-from tests.serve.running import Running, server
+from tests.serve.running import ROOT, Running, server
 from tests.tiny import model_dir
 from tests.web.browser import CHROMIUM, READ_ALL, Watched, chromium
 from tests.web.million_events import record_many
@@ -45,6 +45,7 @@ pytestmark = [
 ]
 SECRET = "a secret about the harbour"
 OVER = ("done", "failed", "aborted", "refused")
+RUNS_OF_THE_DOCUMENTATION = sorted((ROOT / "docs" / "runs").glob("*.html"))
 WIDTHS = {1440: 900, 1024: 768, 390: 844}
 
 
@@ -703,6 +704,21 @@ def test_a_single_file_works_without_a_server(
     watched.page.wait_for_selector("body[data-ready]")
     watched.page.click("#rows tr")
     assert watched.page.is_visible("#why h2")
+    assert watched.errors == []
+    assert all(address.startswith(("file:", "data:")) for address in watched.addresses)
+    watched.close()
+
+
+@pytest.mark.parametrize("file", RUNS_OF_THE_DOCUMENTATION, ids=lambda file: file.stem)
+def test_a_run_of_the_documentation_opens(file: Path, browser: Browser) -> None:
+    watched = Watched(browser, file.as_uri(), reduced_motion="reduce")
+    page = watched.page
+    page.wait_for_selector("body[data-ready]")
+    page.locator(".choices button").first.click()
+    page.wait_for_selector("#lesson .verdict")
+    page.locator("#lesson li button").last.click()
+    page.wait_for_selector("#rows .selected")
+    assert page.inner_text("#sum").endswith("✓")
     assert watched.errors == []
     assert all(address.startswith(("file:", "data:")) for address in watched.addresses)
     watched.close()
