@@ -23,7 +23,7 @@ from octavo import __version__
 from octavo.cli.options import command, fail, flag, option
 from octavo.cli.terminal import in_bytes
 from octavo.config import EMBEDDED
-from octavo.errors import OctavoError
+from octavo.errors import ModelNotFound, OctavoError
 from octavo.process_usage import read_usage
 
 HUB_TIMEOUT = 2.0  # seconds
@@ -248,6 +248,8 @@ def embedded() -> DoctorCheck:
 
     try:
         path = embedded.embedded_path()
+    except ModelNotFound as error:  # It is optional.
+        return DoctorCheck("warn", "model", str(error))
     except OctavoError as error:
         return DoctorCheck("fail", "model", str(error))
     return DoctorCheck(

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import Result
 
 from octavo.cli import doctor
+from octavo.errors import CheckpointError
 from octavo.model import embedded
 from octavo.process_usage import read_usage
 
@@ -62,15 +63,25 @@ def test_smoke_generates(octavo: Octavo) -> None:
     assert state == "ok" and "5 tokens" in what
 
 
-def test_a_missing_model_fails_and_tells_the_command(
+def test_a_missing_embedded_model_is_a_warning_with_the_command(
     octavo: Octavo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The embedded model is optional: a user may have models of their own."""
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
-    result = octavo("doctor")
-    assert result.exit_code == 1 and lines(result)["model"] == (
-        "fail",
+    assert lines(octavo("doctor"))["model"] == (
+        "warn",
         f"the embedded model 'smollm2' is not installed: {embedded.INSTALL}",
     )
+
+
+def test_a_damaged_embedded_model_fails(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged() -> None:
+        raise CheckpointError("the file is damaged")
+
+    monkeypatch.setattr(embedded, "embedded_path", damaged)
+    result = octavo("doctor")
+    assert result.exit_code == 1
+    assert lines(result)["model"] == ("fail", "the file is damaged")
 
 
 def test_a_missing_library_is_named(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:

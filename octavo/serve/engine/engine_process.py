@@ -641,7 +641,11 @@ def main(end: str, stacks: int) -> int:
     """
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    logging.basicConfig(level=logging.INFO, format="engine: %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s engine: %(levelname)s %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+    )
     os.set_inheritable(int(end), False)
     link = EngineLink(socket.socket(fileno=int(end)))
     heartbeats = HeartbeatThread(link)
