@@ -230,30 +230,31 @@ def runner_limits(schedule: ScheduleConfig) -> RunnerLimits:
     )
 
 
-def resolve_dtype(asked: str, kind: str) -> str:
+def resolve_dtype(requested: str, kind: str) -> str:
     """On a CPU "auto" is float32, which is exact, and as fast on CPUs without 16-bit instructions
     (docs/models.md). On a GPU the checkpoint decides, and "auto" stays "auto"."""
-    return "float32" if asked == "auto" and kind == "cpu" else asked
+    return "float32" if requested == "auto" and kind == "cpu" else requested
 
 
 def resolve_kv_dtype(options: EngineOptions, model: ModelFacts) -> str:
-    asked = options.kv_cache_dtype
-    if asked == "auto":
+    requested = options.kv_cache_dtype
+    if requested == "auto":
         return model.kv_dtype
-    if asked not in model.kv_dtypes:
+    if requested not in model.kv_dtypes:
         raise InvalidRequest(
-            f"kv_cache_dtype {asked} is not supported: with {model.dtype} activations, the kernels "
-            f"of this device read {', '.join(model.kv_dtypes)}. Use one of these types, or auto",
+            f"kv_cache_dtype {requested} is not supported: with {model.dtype} activations, the "
+            f"kernels of this device read {', '.join(model.kv_dtypes)}. Use one of these types, or "
+            "auto",
             "kv_cache_dtype",
         )
     # Otherwise the scales would not be aligned.
-    if asked in KV_CODES and model.config.head_dim % 4:
+    if requested in KV_CODES and model.config.head_dim % 4:
         raise InvalidRequest(
             "kv_cache_dtype int8 or fp8 needs a head_dim that is a multiple of 4, but this model "
             f"has head_dim {model.config.head_dim}: use auto",
             "kv_cache_dtype",
         )
-    return asked
+    return requested
 
 
 def resolve_schedule(options: EngineOptions, model: ModelFacts, kind: str) -> ScheduleConfig:
@@ -282,7 +283,7 @@ def resolve_schedule(options: EngineOptions, model: ModelFacts, kind: str) -> Sc
         short_prompt_share=options.short_prompt_share,
         chunked_prefill=options.enable_chunked_prefill,
         piggyback_tokens=piggyback,
-        speculative=options.speculative_config if options.asks_for_drafts else None,
+        speculative=options.speculative_config if options.speculation_is_requested else None,
     )
 
 
@@ -598,13 +599,15 @@ def read_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     return None
 
 
-def pick_device(asked: str) -> torch.device:
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
+def pick_device(requested: str) -> torch.device:
+    if requested == "auto":
+        requested = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(asked)
+        device = torch.device(requested)
     except RuntimeError:
-        raise InvalidRequest(f"unknown device {asked!r}: use auto, cpu or cuda", "device") from None
+        raise InvalidRequest(
+            f"unknown device {requested!r}: use auto, cpu or cuda", "device"
+        ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest(
             "device is cuda, but this machine has no usable NVIDIA GPU: use device='cpu' "

@@ -92,12 +92,14 @@ class Collector:
         self.error = output.error or self.error
         self.pooled = output.pooled
         piece = self._decode(output)
+        # The piece comes first: after an interrupt at any line, a last piece is in `pieces`, or the
+        # completion has no finish reason yet and gets an error (RequestLoop._replace_engine).
+        if self.pieces is not None:
+            self.pieces.append(piece)
         self._extend(completion, piece)
         if piece.finish_reason is not None:
             completion.text = self.streams[output.index].text
             self.open_completions -= 1
-        if self.pieces is not None:
-            self.pieces.append(piece)
         if self.finished:
             self.metrics.finished_time = now
         return self.streams[output.index].ended and output.finish_reason is None

@@ -658,7 +658,7 @@ class EngineOptions:
         check_batching([self.batching], self.max_batch, self.window_ms, self.target_ms)
         self._check_offload()
         self._check_eviction()
-        if self.asks_for_drafts and self.kv_eviction != "none":
+        if self.speculation_is_requested and self.kv_eviction != "none":
             raise InvalidRequest(
                 "speculative_config needs KV that is kept whole: leave out kv_eviction",
                 "speculative_config",
@@ -681,7 +681,7 @@ class EngineOptions:
     def check_logits_processors(self) -> None:
         """Raise InvalidRequest if logits processors cannot work with the other options."""
         conflicts = {
-            "speculative_config": self.asks_for_drafts,
+            "speculative_config": self.speculation_is_requested,
             "kv_eviction": self.kv_eviction != "none",
             "tensor_parallel_size": self.tensor_parallel_size > 1,
         }
@@ -692,7 +692,7 @@ class EngineOptions:
             )
 
     @property
-    def asks_for_drafts(self) -> bool:
+    def speculation_is_requested(self) -> bool:
         """Whether a method of speculative decoding is given. "auto" is a choice and no demand."""
         return self.speculative_config is not None and not self.speculative_config.is_auto
 
@@ -712,7 +712,7 @@ class EngineOptions:
             "swap_space": bool(self.swap_space),
             "kv_disk_path": self.kv_disk_path is not None,
             "kv_eviction": self.kv_eviction != "none",
-            "speculative_config": self.asks_for_drafts,
+            "speculative_config": self.speculation_is_requested,
         }
         off = "kv_cache=False" if not self.kv_cache else f"kv_allocation {self.kv_allocation}"
         if not self.kv_cache or self.kv_allocation != "paged":

@@ -779,10 +779,10 @@ class Stream(Iterator[CompletionOutput]):
 class ProgressBar:
     """A bar over the requests of a call, if tqdm is installed and the call takes a while."""
 
-    def __init__(self, total: int, wanted: bool):
+    def __init__(self, total: int, is_shown: bool):
         self.bar: Any = None
         self.tokens = 0
-        if wanted and total > 1:
+        if is_shown and total > 1:
             try:
                 from tqdm import tqdm  # type: ignore[import-untyped]
             except ImportError:

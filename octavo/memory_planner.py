@@ -325,8 +325,8 @@ def pool_fits(options: EngineOptions, model: ModelFacts, device: DeviceFacts) ->
     except NotEnoughMemory:
         return False
     # resolve_pool() does not compare a given number of blocks with the memory.
-    asked = options.num_gpu_blocks_override
-    return asked is None or asked <= max_blocks(options, model, device)
+    num_blocks = options.num_gpu_blocks_override
+    return num_blocks is None or num_blocks <= max_blocks(options, model, device)
 
 
 def max_blocks(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> int:

@@ -509,9 +509,9 @@ class SamplingParams:
     @property
     def repetition(self) -> RepetitionDetectionParams | None:
         """The rule that ends a text that repeats itself, or None."""
-        asked = self.repetition_detection
-        if asked is not None:
-            return asked if asked.enabled else None
+        detection = self.repetition_detection
+        if detection is not None:
+            return detection if detection.enabled else None
         return None if self.structured_outputs is None else STRUCTURED_REPETITION
 
     def _validate_beams(self) -> None:

@@ -112,8 +112,10 @@ class RequestLoop:
         self.engine = self.new_engine()
         self.engine.scheduler.arrivals = before.arrivals
         for request_id, collector in self.collectors.items():
+            pieces = collector.pieces or []
+            ended = {piece.index for piece in pieces if piece.finish_reason is not None}
             for index, completion in enumerate(collector.outputs):
-                if completion.finish_reason is None:
+                if completion.finish_reason is None and index not in ended:
                     failed = Output(
                         request_id,
                         index,
@@ -122,9 +124,8 @@ class RequestLoop:
                         error="the engine was interrupted",
                     )
                     collector.add(failed)
-            collector.open_completions = (
-                0  # also if the interrupt came while an end was being recorded
-            )
+            # An interrupt may have come before add() counted an end.
+            collector.open_completions = 0
         self.collectors.clear()
 
 

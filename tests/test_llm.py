@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.collect import Collector
 from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded, NotEnoughMemory
 from octavo.memory import size_pool
 from tests import tiny
@@ -653,7 +654,7 @@ def test_options_that_cannot_be_honoured_are_refused() -> None:
         make(pipeline_parallel_size=2)
     with pytest.raises(InvalidRequest, match="depth"):
         make(depth=4)
-    with pytest.raises(InvalidRequest, match="beyond the model's 1024 positions"):
+    with pytest.raises(InvalidRequest, match="longer than the model's context of 1024"):
         make(max_model_len=1025)
 
 
@@ -783,6 +784,46 @@ def test_an_interrupt_anywhere_leaves_an_engine_that_can_be_used(
         assert blocks_in_use(llm) == 0 and llm.engine.idle
         llm.engine.scheduler.check()
     assert "a new engine" in caplog.text
+
+
+def test_an_interrupt_while_an_output_is_recorded_leaves_one_last_piece() -> None:
+    """Ctrl-C at every line of Collector.add, for the last output of a stream."""
+    llm = make()
+    params = SamplingParams(max_tokens=2, **GREEDY)
+
+    def interrupted(at: int) -> bool:
+        """Interrupt the at-th line that records the last output. False: there are fewer lines."""
+        collector = llm.submit(prompts(1)[0], params)
+        llm.step()
+        lines = 0
+
+        def watch(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal lines
+            if frame.f_code is not Collector.add.__code__:
+                return watch
+            lines += event == "line"
+            if lines == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return watch
+
+        before = sys.gettrace()
+        sys.settrace(watch)
+        try:
+            llm.step()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert collector.pieces is not None and collector.finished
+        reasons = [piece.finish_reason for piece in collector.pieces]
+        assert reasons[-1] and not any(reasons[:-1]), f"after an interrupt at line {at}: {reasons}"
+        return lines >= at
+
+    number = 1
+    while interrupted(number):
+        number += 1
+    assert number > 10
 
 
 def test_a_fault_in_the_scheduler_ends_what_runs_and_no_more(

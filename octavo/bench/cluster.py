@@ -110,11 +110,11 @@ class Histogram:
         self.counts[min(position, NUM_BINS - 1)] += count
 
     def percentile(self, q: float) -> float:
-        wanted = math.ceil(sum(self.counts) * q / 100)
+        target_count = math.ceil(sum(self.counts) * q / 100)
         seen = 0
         for position, count in enumerate(self.counts):
             seen += count
-            if seen >= wanted > 0:
+            if seen >= target_count > 0:
                 return SHORTEST * math.exp((position + 0.5) / BINS_PER_FACTOR)
         return math.nan
 

@@ -137,11 +137,11 @@ class Driver:
             raise OctavoError(f"a request failed ({output.error}), so the run does not count")
         number = int(output.request_id)
         reply = self.report.replies[number]
-        wanted = self.jobs[number].output - len(reply)
-        reply += output.tokens[:wanted]
-        self.report.token_times[number] += [now] * len(output.tokens[:wanted])
-        self.generated += len(output.tokens[:wanted])
-        if output.finish_reason is None and len(output.tokens) >= wanted:
+        num_missing = self.jobs[number].output - len(reply)
+        reply += output.tokens[:num_missing]
+        self.report.token_times[number] += [now] * len(output.tokens[:num_missing])
+        self.generated += len(output.tokens[:num_missing])
+        if output.finish_reason is None and len(output.tokens) >= num_missing:
             self.engine.stop(output.request_id, output.index)
             self.idle_clients += 1
         elif output.finish_reason is not None:

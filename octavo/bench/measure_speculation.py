@@ -291,9 +291,11 @@ def find_differences(rounds: list[dict[str, Decoding]], name: str) -> list[dict[
     found: dict[int, dict[str, int]] = {}
     expected = rounds[0][""].replies
     for each in rounds:
-        for number, (reply, wanted) in enumerate(zip(each[name].replies, expected, strict=True)):
-            if reply != wanted and number not in found:
-                pairs = zip(reply, wanted, strict=False)
+        for number, (reply, expected_reply) in enumerate(
+            zip(each[name].replies, expected, strict=True)
+        ):
+            if reply != expected_reply and number not in found:
+                pairs = zip(reply, expected_reply, strict=False)
                 same = [one == other for one, other in pairs]
                 position = same.index(False) if False in same else len(same)
                 found[number] = {"prompt": number, "token": position}

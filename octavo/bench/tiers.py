@@ -75,7 +75,7 @@ class FirstTokenTimer:
     def begin(self) -> None:
         """Start to measure one prompt."""
         self.started_at = time.perf_counter()
-        self.asked_at = self.started_at
+        self.requested_at = self.started_at
         self.answered_at = self.started_at
         self.computing_at = 0.0
         self.step_load_seconds = 0.0
@@ -88,7 +88,7 @@ class FirstTokenTimer:
             if event.plan.items and not self.computing_at:
                 self.computing_at = now
             if event.plan.fetches:
-                self.asked_at = now
+                self.requested_at = now
         elif isinstance(event, StepLanded):
             self._add_step(event.plan, event.result, now)
 
@@ -107,15 +107,15 @@ class FirstTokenTimer:
     def parts(self) -> FirstTokenParts:
         """Return the parts of the TTFT. Call this when the first token has arrived."""
         now = time.perf_counter()
-        asked_at = self.computing_at
+        requested_at = self.computing_at
         answered_at = self.computing_at
-        if self.answered_at > self.asked_at > self.started_at:
-            asked_at = self.asked_at
+        if self.answered_at > self.requested_at > self.started_at:
+            requested_at = self.requested_at
             answered_at = self.answered_at
         step_seconds = self.step_load_seconds + self.step_compute_seconds
         return FirstTokenParts(
-            ask=asked_at - self.started_at,
-            read=answered_at - asked_at,
+            ask=requested_at - self.started_at,
+            read=answered_at - requested_at,
             wait=self.computing_at - answered_at,
             load=self.step_load_seconds,
             compute=self.step_compute_seconds,

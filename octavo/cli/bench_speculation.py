@@ -78,7 +78,7 @@ def speculation(
     from octavo.bench.picture import draw
     from octavo.cli.progress import Steps
 
-    if engine.asks_for_drafts:
+    if engine.speculation_is_requested:
         raise InvalidRequest("this bench compares methods: give them with --methods", "speculative")
     if grid and model is not None:
         raise InvalidRequest("--grid has its own models: leave out MODEL", "grid")

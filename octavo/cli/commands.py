@@ -95,8 +95,8 @@ def add_command(app: typer.Typer, name: str, entry: CommandEntry) -> None:
         app.command(name, rich_help_panel=entry.panel)(function)
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+def show_version(is_set: bool) -> None:
+    if is_set:
         print(f"octavo {__version__}")
         raise typer.Exit
 

@@ -54,14 +54,16 @@ def plan(
     from octavo.memory_planner import ModelOutline, Planner, TargetDevice
 
     status.show("reading the shape of the model")
-    wanted = sizes(lengths) if lengths else None
+    sequence_lengths = sizes(lengths) if lengths else None
     target = TargetDevice.of(options, device_memory)
     planner = Planner(ModelOutline.read(model, options), target)
     speculative = settle_speculation(options, planner.outline.checkpoint, target.kind)
     options = replace(options, speculative_config=speculative)
     if planner.fits(options):
         found = resolve(options, *planner.facts(options))
-        report = describe(planner, options, model or EMBEDDED) | describe_fit(found, wanted)
+        report = describe(planner, options, model or EMBEDDED) | describe_fit(
+            found, sequence_lengths
+        )
     else:
         report = describe(planner, options, model or EMBEDDED)
         report |= describe_lack(planner, options)

@@ -128,10 +128,10 @@ def route(
     os.execv(program, [program, *arguments, *(more or [])])
 
 
-def find_router(wanted: str) -> tuple[str, str]:
+def find_router(router: str) -> tuple[str, str]:
     """Return the name of a router and the path of its program."""
     folders = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
-    names = list(PROGRAMS) if wanted == "auto" else [wanted]
+    names = list(PROGRAMS) if router == "auto" else [router]
     for name in names:
         if program := shutil.which(PROGRAMS[name], path=folders):
             return name, program

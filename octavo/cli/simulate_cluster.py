@@ -188,9 +188,9 @@ def _read_requests(trace: str, kv_tokens: int) -> Callable[[], Iterable[ClusterR
     from octavo.core.trace import SyntheticTrace, read
 
     if trace.startswith("poisson:"):
-        asked = SyntheticTrace.parse(trace)
-        longest = asked.shared + asked.prompt[1] + asked.output[1]
-        source: Callable[[], Iterable[ClusterRequest]] = partial(synthetic_requests, asked)
+        synthetic = SyntheticTrace.parse(trace)
+        longest = synthetic.shared + synthetic.prompt[1] + synthetic.output[1]
+        source: Callable[[], Iterable[ClusterRequest]] = partial(synthetic_requests, synthetic)
     else:
         entries = read(trace)
         longest = max(entry.prompt + entry.output for entry in entries)

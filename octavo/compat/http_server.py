@@ -20,7 +20,7 @@ from typing import Any
 from octavo.errors import InvalidRequest
 
 VLLM_HTTP_TIMEOUT_KEEP_ALIVE = 5  # seconds
-WANTED_DESCRIPTORS = 65535
+MIN_DESCRIPTORS = 65535
 
 
 class UsageContext(enum.StrEnum):
@@ -34,12 +34,14 @@ class UsageContext(enum.StrEnum):
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
 
 
-def set_ulimit(target_soft_limit: int = WANTED_DESCRIPTORS) -> None:
+def set_ulimit(target_soft_limit: int = MIN_DESCRIPTORS) -> None:
     """Let the process open more descriptors, up to the system's hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = target_soft_limit if hard == resource.RLIM_INFINITY else min(target_soft_limit, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft_limit = (
+        target_soft_limit if hard == resource.RLIM_INFINITY else min(target_soft_limit, hard)
+    )
+    if soft < soft_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard))
 
 
 async def serve_http(

@@ -464,10 +464,10 @@ class Scheduler:
         """Plan the next chunk of a prompt that has started. Returns False, so that no prompt after
         it is planned, if it must wait: for blocks of sequences that rank before it or, without
         chunked prefill, for a step that has room for the whole prompt."""
-        wanted = tokens_to_prefill(seq, seq.planned)
-        if wanted <= 0:
+        num_remaining = tokens_to_prefill(seq, seq.planned)
+        if num_remaining <= 0:
             return True
-        num_tokens = self._chunk_size(wanted, builder.tokens_left, builder)
+        num_tokens = self._chunk_size(num_remaining, builder.tokens_left, builder)
         if num_tokens == 0:
             builder.blocked = True
             return False
@@ -483,12 +483,12 @@ class Scheduler:
         builder.tokens_left -= num_tokens
         return True
 
-    def _chunk_size(self, wanted: int, token_budget: int, builder: PlanBuilder) -> int:
-        """Return how many of the `wanted` tokens of a prompt this step computes. Without chunked
+    def _chunk_size(self, num_remaining: int, token_budget: int, builder: PlanBuilder) -> int:
+        """Return how many of the remaining tokens of a prompt this step computes. Without chunked
         prefill, a prompt waits for a step that has room for all of it. Only a step with nothing
         else computes a part, because a longer prompt would otherwise wait for ever."""
-        if wanted <= token_budget or self.schedule.chunked_prefill or not builder.plan.items:
-            return min(wanted, token_budget)
+        if num_remaining <= token_budget or self.schedule.chunked_prefill or not builder.plan.items:
+            return min(num_remaining, token_budget)
         return 0
 
     def _reserve(self, seq: Sequence, num_tokens: int, plan: Plan) -> bool:
@@ -564,11 +564,11 @@ class Scheduler:
         time. It returns 0, and admits no sequence, if there are too few blocks."""
         plan = builder.plan
         num_cached = len(match.blocks) * self.pool.block_size
-        wanted = tokens_to_prefill(seq, num_cached)
-        num_tokens = self._chunk_size(wanted, token_budget, builder)
+        num_remaining = tokens_to_prefill(seq, num_cached)
+        num_tokens = self._chunk_size(num_remaining, token_budget, builder)
         # The last token that a sequence may grow to is sampled and never computed.
         num_positions = seq.position_limit - 1 - num_cached if self.cache.contiguous else num_tokens
-        lacks_tokens = wanted > 0 and num_tokens == 0
+        lacks_tokens = num_remaining > 0 and num_tokens == 0
         needed_blocks = blocks_to_admit(self.pool, match.blocks, num_positions)
         if lacks_tokens or needed_blocks > len(self.pool.free_blocks):
             builder.blocked = True

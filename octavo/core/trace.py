@@ -266,19 +266,19 @@ class SyntheticTrace:
 
 def _synthetic(spec: str) -> Iterator[TraceEntry]:
     """Make a trace with random arrivals."""
-    asked = SyntheticTrace.parse(spec)
-    shared = asked.shared
-    generator = random.Random(asked.seed)
-    cumulative_weights = list(accumulate(asked.group_weights()))
+    synthetic = SyntheticTrace.parse(spec)
+    shared = synthetic.shared
+    generator = random.Random(synthetic.seed)
+    cumulative_weights = list(accumulate(synthetic.group_weights()))
     arrival = 0.0
-    for index in range(asked.num_requests):
-        arrival += generator.expovariate(asked.rate)
-        prompt = generator.randint(*asked.prompt)
-        output = generator.randint(*asked.output)
-        if asked.skew:
-            (group,) = generator.choices(range(asked.groups), cum_weights=cumulative_weights)
+    for index in range(synthetic.num_requests):
+        arrival += generator.expovariate(synthetic.rate)
+        prompt = generator.randint(*synthetic.prompt)
+        output = generator.randint(*synthetic.output)
+        if synthetic.skew:
+            (group,) = generator.choices(range(synthetic.groups), cum_weights=cumulative_weights)
         else:
-            group = generator.randrange(asked.groups)
+            group = generator.randrange(synthetic.groups)
         num_common = shared // BLOCK
         num_own = (shared + prompt + output) // BLOCK - num_common
         common_blocks = [group * num_common + block for block in range(num_common)]
@@ -288,8 +288,8 @@ def _synthetic(spec: str) -> Iterator[TraceEntry]:
             prompt=shared + prompt,
             output=output,
             blocks=common_blocks + own_blocks,
-            priority=-1 if generator.random() < asked.urgent else 0,
-            tenant=f"tenant {generator.randrange(asked.tenants)}",
+            priority=-1 if generator.random() < synthetic.urgent else 0,
+            tenant=f"tenant {generator.randrange(synthetic.tenants)}",
         )
 
 

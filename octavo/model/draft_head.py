@@ -295,8 +295,8 @@ def parse_draft_config(checkpoint: Checkpoint, target: ModelConfig) -> DraftConf
         )
     heads = head_sizes(fields)
     target_vocab_size = fields.positive_int("vocab_size", target.vocab_size)
-    wanted = {"hidden_size": heads.hidden_size, "vocab_size": target_vocab_size}
-    for name, value in wanted.items():
+    expected = {"hidden_size": heads.hidden_size, "vocab_size": target_vocab_size}
+    for name, value in expected.items():
         if value != getattr(target, name):
             raise ModelError(
                 f"{checkpoint.source} is a draft head for a model with {name} {value}, but the "

@@ -210,24 +210,24 @@ def fill_parts(model: CausalLM, generator: torch.Generator) -> None:
 
 
 def choose_formats(
-    wanted: WeightFormat | str, checkpoint: Checkpoint, backend: str
+    requested_format: WeightFormat | str, checkpoint: Checkpoint, backend: str
 ) -> Formats | None:
     """Return the formats of weights for build(), or None if all weights are plain numbers.
 
     With "auto", a weight has the format that the checkpoint stores, if it is supported. The "cpu"
     backend supports fewer formats, and none if the CPU kernels cannot run on this machine.
     """
-    if isinstance(wanted, WeightFormat):
-        if wanted.is_float and backend == "cpu":
-            _warn_of_slow_products(wanted)
-        return quant.choose(wanted)
+    if isinstance(requested_format, WeightFormat):
+        if requested_format.is_float and backend == "cpu":
+            _warn_of_slow_products(requested_format)
+        return quant.choose(requested_format)
     has_kernels = backend != "cpu" or not isinstance(instruction_set(), str)
     stored_formats = [
         tensor.format
         for tensor in checkpoint.tensors.values()
         if tensor.format is not None and (has_kernels or tensor.format.is_float)
     ]
-    if wanted == "none" or not (stored_formats or (backend == "cpu" and has_kernels)):
+    if requested_format == "none" or not (stored_formats or (backend == "cpu" and has_kernels)):
         return None
     if backend == "cpu" and any(stored_format.is_float for stored_format in stored_formats):
         _warn_of_slow_products(stored_formats[0])
@@ -319,9 +319,9 @@ STORED_METHODS = {
 }
 
 
-def choose_dtype(asked: str, config: ModelConfig) -> str:
+def choose_dtype(requested: str, config: ModelConfig) -> str:
     """Return the name of the data type of activations; "auto" is the checkpoint's."""
-    dtype = config.dtype if asked == "auto" else asked
+    dtype = config.dtype if requested == "auto" else requested
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"dtype must be one of auto, {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     return dtype
@@ -362,22 +362,22 @@ def load_model(
     return built, checkpoint
 
 
-def check_stored(asked: str | None, checkpoint: Checkpoint) -> str | None:
+def check_stored(requested: str | None, checkpoint: Checkpoint) -> str | None:
     """Return the format to load in. vLLM's name of a stored format must be the checkpoint's."""
     config = checkpoint.config.get("quantization_config")
-    if asked == "fp8" and isinstance(config, dict) and prequantized_fp8.is_fp8(config):
+    if requested == "fp8" and isinstance(config, dict) and prequantized_fp8.is_fp8(config):
         return "auto"  # The checkpoint's own codes and scales, without rounding them again.
-    if asked not in STORED_METHODS:
-        return asked
+    if requested not in STORED_METHODS:
+        return requested
     found = str(config.get("quant_method")) if isinstance(config, dict) else "none"
     if checkpoint.gguf_metadata is not None:
         found = "gguf"
-    if found != STORED_METHODS[asked]:
+    if found != STORED_METHODS[requested]:
         has = "is not quantised" if found == "none" else f"is quantised with {found}"
         raise ModelError(
-            f"quantization={asked!r} says how the checkpoint is stored, but {checkpoint.source} "
-            f"{has}. Leave quantization out, or choose a format that Octavo quantises to while "
-            f"loading: {', '.join(quant.FORMATS)}"
+            f"quantization={requested!r} says how the checkpoint is stored, but "
+            f"{checkpoint.source} {has}. Leave quantization out, or choose a format that Octavo "
+            f"quantises to while loading: {', '.join(quant.FORMATS)}"
         )
     return "auto"
 
@@ -390,12 +390,12 @@ def check_divisible(model_class: type[CausalLM], config: ModelConfig) -> None:
         )
 
 
-def largest_group(wanted: WeightFormat | str, checkpoint: Checkpoint) -> int:
+def largest_group(requested_format: WeightFormat | str, checkpoint: Checkpoint) -> int:
     """Return the largest number of inputs that may share a scale, or 1 for plain weights."""
     formats = [tensor.format for tensor in checkpoint.tensors.values() if tensor.format is not None]
-    if isinstance(wanted, WeightFormat):
-        formats = [wanted]
-    if wanted == "none" or not formats:
+    if isinstance(requested_format, WeightFormat):
+        formats = [requested_format]
+    if requested_format == "none" or not formats:
         return 1
     return max(quant.EDGE_FORMAT.group_size, *(form.group_size for form in formats))
 

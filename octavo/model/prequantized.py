@@ -152,12 +152,12 @@ def _size(scheme: Scheme, parts: dict[str, StoredTensor], description: str) -> t
     first_shape = shapes_given[scheme.parts[0]]
     if len(first_shape) == 2:
         outputs, inputs = scheme.size(first_shape)
-        shapes_wanted = scheme.shapes(outputs, inputs, inputs // scheme.format.group_size)
+        shapes_expected = scheme.shapes(outputs, inputs, inputs // scheme.format.group_size)
         fits_groups = inputs % scheme.format.group_size == 0 and (
             "qzeros" not in shapes_given or outputs % 8 == 0
         )
         if fits_groups and all(
-            shape == shapes_wanted[part_name] for part_name, shape in shapes_given.items()
+            shape == shapes_expected[part_name] for part_name, shape in shapes_given.items()
         ):
             return outputs, inputs
     shapes = ", ".join(f"{part_name} {list(shape)}" for part_name, shape in shapes_given.items())
@@ -228,7 +228,7 @@ def _compressed(quantization_config: dict[str, Any], source: str) -> Scheme:
         raise CheckpointError(
             f"{source}: quantization_config.config_groups must describe one format of weights"
         )
-    wanted = {
+    expected = {
         "num_bits": 4,
         "type": "int",
         "symmetric": True,
@@ -236,7 +236,7 @@ def _compressed(quantization_config: dict[str, Any], source: str) -> Scheme:
         "actorder": None,
     }
     weight_config_first = weights[0] if isinstance(weights[0], dict) else {}
-    for field, value in wanted.items():
+    for field, value in expected.items():
         _want(source, field, weight_config_first.get(field, value), value)
     for entry in objects:
         _want(source, "input_activations", entry.get("input_activations"), None)

@@ -180,7 +180,7 @@ class LogitsPipeline:
             except ValueError as error:
                 raise InvalidRequest(str(error), "extra_args") from error
 
-    def is_wanted(self, slots: list[int]) -> bool:
+    def applies_to(self, slots: list[int]) -> bool:
         return bool(self.processors) or any(slot in self._tokens for slot in slots)
 
     def apply(self, forward: ForwardResult, slots: list[int], state: BatchSlots) -> Tensor:

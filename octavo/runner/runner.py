@@ -521,7 +521,7 @@ class Runner:
         wanting = sent[requested_indices].long()
         raw_logits = forward.logits[wanting] if requested.items else None  # before adjust()
         forward = forward._replace(logits=forward.logits.float())
-        if self.logits_pipeline.is_wanted(slots):
+        if self.logits_pipeline.applies_to(slots):
             logits = self.logits_pipeline.apply(forward, slots, batch_slots)
             forward = forward._replace(logits=logits)
         adjusted = forward._replace(logits=adjust(forward, job, batch_slots, sent))

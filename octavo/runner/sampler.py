@@ -271,7 +271,7 @@ def as_records(tokens: list[int], parts: list[Tensor], columns: list[slice]) -> 
             token=token,
             logprob=chosen[item],
             rank=ranks[item],
-            top=list(zip(ids[item][wanted], values[item][wanted], strict=True)),
+            top=list(zip(ids[item][item_columns], values[item][item_columns], strict=True)),
         )
-        for item, (token, wanted) in enumerate(zip(tokens, columns, strict=True))
+        for item, (token, item_columns) in enumerate(zip(tokens, columns, strict=True))
     ]

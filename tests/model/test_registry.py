@@ -108,7 +108,7 @@ def test_an_unknown_architecture_is_told_what_there_is() -> None:
         ({"rope_theta": -1}, "rope_theta"),
         (
             {"rope_scaling": {"type": "longrope"}},
-            "longrope.*supported: custom, default, dynamic, linear, llama3, yarn",
+            "longrope.*use one of custom, default, dynamic, linear, llama3, yarn",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "linear.*factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "llama3.*low_freq_factor"),

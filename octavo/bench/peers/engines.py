@@ -109,8 +109,8 @@ class LlamaCppEngine:
         replies: Prompts = [[] for _ in prompts]
         for step in range(count):
             self._decode(entries)
-            wanted = [index for index, entry in enumerate(entries) if entry[3]]
-            for reply, index in zip(replies, wanted, strict=True):
+            sampled = [index for index, entry in enumerate(entries) if entry[3]]
+            for reply, index in zip(replies, sampled, strict=True):
                 reply.append(self._best_token(index))
             entries = [
                 (reply[-1], len(prompt) + step, sequence, True)

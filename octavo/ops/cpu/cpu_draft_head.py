@@ -88,14 +88,14 @@ class CpuDraftHead:
     ) -> None:
         """Draft, as FusedDraftHead.draft."""
         num_passes = max(counts)
-        wanted = np.array(counts, dtype=np.int64)
+        draft_counts = np.array(counts, dtype=np.int64)
         fields = self.pool.entry_points.draft_jit
         with self.pool.lock:
             chains = self._prepare(slots, memory, outputs, kv_cache)
             chains.attention[self.pool.kernels.attention_jit.TABLE_ROWS] = slots.data_ptr()
             split_context(self.pool, chains.attention, max_len)
             chains.head[fields.NUM_PASSES] = num_passes
-            chains.head[fields.COUNTS] = wanted.ctypes.data
+            chains.head[fields.COUNTS] = draft_counts.ctypes.data
             self.pool.run(chains.job, fields.num_phases(num_passes))
 
     # ---- records ---------------------------------------------------------------------------------

@@ -52,8 +52,8 @@ def cpu_flags() -> frozenset[str]:
 
 def instruction_set() -> InstructionSet | str:
     """Return the best instruction set for this machine, or the reason why there is none."""
-    wanted = os.environ.get("OCTAVO_CPU_ISA", "")
-    if wanted == "none":
+    requested = os.environ.get("OCTAVO_CPU_ISA", "")
+    if requested == "none":
         return "OCTAVO_CPU_ISA=none"
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return (
@@ -62,13 +62,13 @@ def instruction_set() -> InstructionSet | str:
         )
     if find_spec("numba") is None:
         return "numba is not installed: pip install numba"
-    if wanted and wanted not in [isa.name for isa in INSTRUCTION_SETS]:
+    if requested and requested not in [isa.name for isa in INSTRUCTION_SETS]:
         names = ", ".join(isa.name for isa in INSTRUCTION_SETS)
-        return f"OCTAVO_CPU_ISA={wanted} is none of {names}, none"
+        return f"OCTAVO_CPU_ISA={requested} is none of {names}, none"
     for isa in INSTRUCTION_SETS:
-        if wanted in ("", isa.name) and cpu_flags().issuperset(isa.flags):
+        if requested in ("", isa.name) and cpu_flags().issuperset(isa.flags):
             return isa
-    return f"this CPU lacks {wanted or INSTRUCTION_SETS[-1].name}"
+    return f"this CPU lacks {requested or INSTRUCTION_SETS[-1].name}"
 
 
 def cache_directory(isa: InstructionSet) -> Path:

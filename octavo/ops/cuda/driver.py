@@ -114,8 +114,8 @@ def translate(source: str, options: list[str]) -> tuple[bytes, str]:
     if nvrtc.nvrtcCreateProgram(byref(program), source.encode(), b"octavo.cu", 0, None, None):
         raise CudaError("NVRTC cannot create a program")
     try:
-        wanted = (c_char_p * len(options))(*(option.encode() for option in options))
-        failed = nvrtc.nvrtcCompileProgram(program, len(options), wanted)
+        arguments = (c_char_p * len(options))(*(option.encode() for option in options))
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
         nvrtc.nvrtcGetProgramLogSize(program, byref(size))
         log = ctypes.create_string_buffer(size.value)
         nvrtc.nvrtcGetProgramLog(program, log)

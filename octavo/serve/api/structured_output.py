@@ -59,10 +59,10 @@ def fields(body: Common) -> list[str]:
     values = _values(body)
     if values == _NONE:  # Most requests have none.
         return []
-    return [name for name, value in zip(FIELDS, values, strict=True) if _asks(name, value)]
+    return [name for name, value in zip(FIELDS, values, strict=True) if _is_given(name, value)]
 
 
-def _asks(name: str, value: Any) -> bool:
+def _is_given(name: str, value: Any) -> bool:
     return value is not None and not (name == "response_format" and value.get("type") == "text")
 
 

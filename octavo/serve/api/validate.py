@@ -251,10 +251,12 @@ def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int
     value exceeds it.
     """
     if not least <= value <= most:
-        wanted = (
+        requirement = (
             f"at least {least}" if most == 2**63 - 1 and value < least else f"in [{least}, {most}]"
         )
-        raise invalid_field(name, f"{name} must be {wanted}, got {value}", "param_out_of_range")
+        raise invalid_field(
+            name, f"{name} must be {requirement}, got {value}", "param_out_of_range"
+        )
     return value
 
 
