@@ -25,7 +25,7 @@ OVERLOAD_SLACK = 4.0
 
 
 class Router:
-    """Knows the loads of the replicas it may choose. A subclass says which one it chooses."""
+    """Has the loads of the replicas. A subclass chooses the replica for each request."""
 
     def __init__(self, members: Iterable[int], generator: random.Random):
         self.random = generator

@@ -3,7 +3,7 @@
 The reader checks every count, length and offset of the header against the file before using it. It
 turns the metadata into a config.json and gives each tensor its Hugging Face name and layout.
 dequant.py unpacks quantised blocks. The tokenizer's metadata is passed on unchanged. This module
-knows no model.
+depends on no model.
 
     magic "GGUF", version, tensor count, metadata count
     metadata:  key, type, value

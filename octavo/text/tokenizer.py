@@ -3,7 +3,7 @@
 Special tokens such as <|im_start|> are a model's control tokens. `encode` recognises them in a
 text, as transformers does, or takes them for characters (`parse_special=False`). `encode_marked` is
 for a text in which some special tokens are meant and others are a user's words: a chat message must
-never become control tokens. Knows nothing of requests or weights.
+never become control tokens. This module depends on no requests or weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Describes tools to a model in words, if its chat template does not show them.
 
-Knows text alone: messages in, messages out. Calls are written in the hermes form.
+The input and the output are messages. Calls are written in the hermes form.
 """
 
 from __future__ import annotations

@@ -88,6 +88,8 @@ MAX_DUMPED = 64  # The log of a violated invariant has this many sequences, and 
 COMPILATION_ABORTED = "it was aborted while its structured output was compiled"
 INVALID_STRUCTURE = "its structured output is not valid"
 HOST_TIMES = ("plan", "launch", "wait", "commit")
+LOG_FORMAT = "%(asctime)s engine: %(levelname)s %(message)s"
+LOG_TIME = "%Y-%m-%d %H:%M:%S"
 
 
 class DeviceLost(OctavoError):
@@ -641,11 +643,7 @@ def main(end: str, stacks: int) -> int:
     """
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s engine: %(levelname)s %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-    )
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=LOG_TIME)
     os.set_inheritable(int(end), False)
     link = EngineLink(socket.socket(fileno=int(end)))
     heartbeats = HeartbeatThread(link)
