@@ -11,6 +11,7 @@ from pathlib import Path
 from octavo.config import EMBEDDED
 from octavo.errors import CheckpointError, ModelNotFound
 
+HUB_PAGE = r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 CHOICES = (
     "Give a .gguf file, a directory with config.json and *.safetensors, a name on the Hugging Face "
@@ -35,6 +36,10 @@ def find_model_files(model: str | Path, weights: bool = True) -> Path | None:
     if path.is_dir():
         return _find_in_directory(path, weights)
     name = str(model)
+    if page := re.fullmatch(HUB_PAGE, name):
+        raise ModelNotFound(
+            f"{name} is a page of the Hugging Face hub: give the name of the model, {page[1]}"
+        )
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII) or name.endswith(".gguf"):
         raise ModelNotFound(f"no such directory or file: {name}. {CHOICES}")
     return None
@@ -56,6 +61,11 @@ def _find_in_directory(directory: Path, weights: bool) -> Path:
 def check_directory(directory: Path, weights: bool = True) -> None:
     """Raise CheckpointError if a directory has no config.json, or no file with weights."""
     if not (directory / "config.json").is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise CheckpointError(
+                f"{directory} holds an adapter (LoRA), which Octavo cannot load: merge the adapter "
+                "into its base model, and give the directory of the result"
+            )
         raise CheckpointError(
             f"{directory} has no config.json: "
             "give a directory in Hugging Face's layout, or a .gguf file"

@@ -96,8 +96,9 @@ class OpenAIEndpoint:
             reply = connection.getresponse()
             body = reply.read()
         except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "strerror", None) or error
             raise OctavoError(
-                f"no server answers at {where} ({error}): start one with `octavo serve`"
+                f"no server answers at {where} ({reason}): start one with `octavo serve`"
             ) from None
         finally:
             connection.close()

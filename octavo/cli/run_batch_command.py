@@ -51,7 +51,8 @@ def run_batch(
     """Run a file of requests: [bold]octavo run-batch -i requests.jsonl -o replies.jsonl[/bold]"""
     source, target = Path(input_file).expanduser(), Path(output_file).expanduser()
     if not source.is_file():
-        fail(f"the input file {source} does not exist")
+        is_missing = not source.exists()
+        fail(f"the input file {source} {'does not exist' if is_missing else 'is not a file'}")
     if not target.absolute().parent.is_dir():
         fail(f"the directory of the output file {target} does not exist")
     try:

@@ -153,7 +153,7 @@ def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as error:
         raise ServeError(
             f"cannot use the certificate {config.ssl_certfile} with the key "
-            f"{config.ssl_keyfile or 'in the same file'}: {error}"
+            f"{config.ssl_keyfile or 'in the same file'}: {error.strerror or error}"
         ) from None
     check_clients(context, config)
     if config.ssl_ciphers is not None:

@@ -337,6 +337,12 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path))
 
 
+def test_a_directory_with_an_adapter_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds an adapter \(LoRA\).*merge"):
+        open_checkpoint(str(tmp_path))
+
+
 def test_a_directory_of_several_gguf_files_asks_for_one(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
@@ -345,6 +351,12 @@ def test_a_directory_of_several_gguf_files_asks_for_one(tmp_path: Path) -> None:
 
 
 # ---- names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rest", ["", "/", "/tree/main"])
+def test_the_page_of_a_model_names_the_model(rest: str) -> None:
+    with pytest.raises(ModelNotFound, match=r"the name of the model, Qwen/Qwen3-0\.6B$"):
+        open_checkpoint(f"https://huggingface.co/Qwen/Qwen3-0.6B{rest}")
 
 
 @pytest.mark.parametrize(
