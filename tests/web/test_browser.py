@@ -709,6 +709,39 @@ def test_a_single_file_works_without_a_server(
     watched.close()
 
 
+def test_the_button_save_writes_what_the_page_has_seen(
+    watched_server: Running, browser: Browser, tmp_path: Path
+) -> None:
+    watched = Watched(browser, watched_server.url, viewport={"width": 1440, "height": 3000})
+    page = watched.page
+    page.wait_for_selector("#status[data-state=ready]")
+    for thread in send_load(watched_server):
+        thread.join(60)
+    page.wait_for_timeout(400)
+    page.click("#pause")
+    watched.go_to(50)
+    page.wait_for_timeout(250)
+    shown = page.evaluate(READ_ALL)
+    with page.expect_download() as download:
+        page.click("#save")
+    file = tmp_path / "run.html"
+    download.value.save_as(file)
+    assert SECRET not in file.read_text()
+    saved = Watched(browser, file.as_uri(), viewport={"width": 1440, "height": 3000})
+    saved.page.wait_for_selector("body[data-ready]")
+    saved.go_to(50)
+    saved.page.wait_for_timeout(250)
+    found = saved.page.evaluate(READ_ALL)
+    for name in ("requests", "wall", "sum", "tiles"):
+        assert found[name] == shown[name], name
+    assert saved.page.locator("#rows tr").count() > 2
+    assert saved.page.inner_text("#why") == page.inner_text("#why")
+    assert watched.errors == saved.errors == []
+    assert all(address.startswith(("file:", "data:")) for address in saved.addresses)
+    for each in (watched, saved):
+        each.close()
+
+
 @pytest.mark.parametrize("file", RUNS_OF_THE_DOCUMENTATION, ids=lambda file: file.stem)
 def test_a_run_of_the_documentation_opens(file: Path, browser: Browser) -> None:
     watched = Watched(browser, file.as_uri(), reduced_motion="reduce")
