@@ -68,8 +68,9 @@ $(READY) $(CLIENTS_READY) $(RAY_READY) $(PEERS_READY): requirements.lock pyproje
 	@echo "setting up $(@D), once: 1/4 creating it"
 	@$(PYTHON) -m venv $(@D)
 	@echo "setting up $(@D), once: 2/4 $(TORCH), the largest part"
-	@$(INSTALL) "$(TORCH)"
-	@echo "setting up $(@D), once: 3/4 everything else, as pinned in $(LOCKS)"
+	@# On a terminal, pip shows how far the download is.
+	@if [ -t 1 ]; then $(PIP) install "$(TORCH)"; else $(INSTALL) "$(TORCH)"; fi
+	@echo "setting up $(@D), once: 3/4 everything else, as pinned in $(LOCKS), in about a minute"
 	@for lock in $(LOCKS); do $(INSTALL) --no-deps -r $$lock || exit 1; done
 	@echo "setting up $(@D), once: 4/4 octavo itself, in place"
 	@# compat: found also from the folder that the clone lies in, which has a folder of that name
