@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -84,16 +85,48 @@ def test_paths_are_absolute_for_processes_with_another_directory(
 ) -> None:
     deploy = pytest.importorskip("octavo.serve.ray_serve.deploy", exc_type=ImportError)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    engine = EngineOptions(tokenizer="model", kv_disk_path="disk")
+    for name in ("model", "draft", "sampling"):
+        (tmp_path / name).mkdir()
+    engine = EngineOptions(
+        tokenizer="model",
+        kv_disk_path="disk",
+        generation_config="sampling",
+        speculative_config="draft_model,model=draft",  # type: ignore[arg-type]
+    )
     config = ServeConfig(model="model", keys_file="keys.toml", ssl_certfile="cert", engine=engine)
     found = deploy.with_absolute_paths(config)
     paths = (found.model, found.keys_file, found.ssl_certfile, found.ssl_keyfile)
     assert paths == (f"{tmp_path}/model", f"{tmp_path}/keys.toml", f"{tmp_path}/cert", None)
     assert found.engine.tokenizer == f"{tmp_path}/model"
     assert found.engine.kv_disk_path == f"{tmp_path}/disk"
-    hub = ServeConfig(model="Qwen/Qwen3-0.6B")
-    assert deploy.with_absolute_paths(hub).model == "Qwen/Qwen3-0.6B"
+    assert found.engine.generation_config == f"{tmp_path}/sampling"
+    assert found.engine.speculative_config.model == f"{tmp_path}/draft"
+    hub = deploy.with_absolute_paths(ServeConfig(model="Qwen/Qwen3-0.6B"))
+    assert (hub.model, hub.engine.generation_config) == ("Qwen/Qwen3-0.6B", "auto")
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "gpus_of_the_cluster", "wanted"),
+    [
+        ({}, {}, 8, 1),
+        ({"tensor_parallel_size": 4}, {}, 8, 4),
+        ({"tensor_parallel_size": 4}, {"replica_gpus": 2}, 8, 2),
+        ({"tensor_parallel_size": 4, "device": "cpu"}, {}, 8, 0),
+        ({"tensor_parallel_size": 4}, {}, 0, 0),
+    ],
+)
+def test_a_replica_has_a_gpu_for_each_rank(
+    engine: dict[str, Any],
+    options: dict[str, Any],
+    gpus_of_the_cluster: int,
+    wanted: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deploy = pytest.importorskip("octavo.serve.ray_serve.deploy", exc_type=ImportError)
+    monkeypatch.setattr(deploy.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(deploy.ray, "cluster_resources", lambda: {"GPU": gpus_of_the_cluster})
+    config = ServeConfig(engine=EngineOptions(**engine))
+    assert deploy.gpus_per_replica(config, RayOptions(ray=True, **options)) == wanted
 
 
 def test_every_option_is_described() -> None:

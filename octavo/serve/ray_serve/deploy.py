@@ -163,7 +163,8 @@ def gpus_per_replica(config: ServeConfig, options: RayOptions) -> float:
         return options.replica_gpus
     if config.engine.device == "cpu" or not ray.is_initialized():
         return 0.0
-    return 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    return float(config.engine.tensor_parallel_size) if has_gpus else 0.0
 
 
 def build_app(args: dict[str, Any]) -> serve.Application:
@@ -254,10 +255,15 @@ def connect(options: RayOptions, report: Callable[[str, float | None], None]) ->
 
 def with_absolute_paths(config: ServeConfig) -> ServeConfig:
     """Return the config for processes with another working directory."""
+    speculative = config.engine.speculative_config
+    if speculative is not None:
+        speculative = replace(speculative, model=absolute_name(speculative.model))
     engine = replace(
         config.engine,
         tokenizer=absolute_name(config.engine.tokenizer),
+        generation_config=absolute_generation_config(config.engine.generation_config),
         kv_disk_path=absolute(config.engine.kv_disk_path),
+        speculative_config=speculative,
     )
     return replace(
         config,
@@ -277,3 +283,7 @@ def absolute(path: str | None) -> str | None:
 def absolute_name(name: str | None) -> str | None:
     """Return the path of a local model or tokenizer. Other names are those of the hub."""
     return absolute(name) if name is not None and os.path.exists(name) else name
+
+
+def absolute_generation_config(name: str) -> str:
+    return name if name in ("auto", "vllm") else os.path.abspath(os.path.expanduser(name))

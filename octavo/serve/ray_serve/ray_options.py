@@ -139,8 +139,8 @@ class RayOptions:
     replica_gpus: Annotated[
         float | None,
         Option(
-            "GPUs that Ray reserves for each replica. Default: 1 if the cluster has GPUs and "
-            "--device is not cpu, else 0.",
+            "GPUs that Ray reserves for each replica. Default: --tensor-parallel-size if the "
+            "cluster has GPUs and --device is not cpu, else 0.",
             "Ray",
             metavar="X",
             check=real(0, 1024),
