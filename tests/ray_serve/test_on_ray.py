@@ -230,19 +230,19 @@ def kill_under_load(running: Running, victims: Callable[[Running], list[int]], c
     """Kill one of two processes, and check who notices."""
     wait_for_replicas(running, 2)
     names = replicas(running)
-    begun = threading.Semaphore(0)
+    begun = [threading.Semaphore(0) for _ in range(8)]
     wanted, error = stream(running, threading.Semaphore(0))
     assert (len(wanted), error) == (STREAMED, None)
     load = Load(running, clients=2)
     with ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(stream, running, begun) for _ in range(8)]
-        for _ in range(8 * 4):
-            assert begun.acquire(timeout=100)
+        streams = [pool.submit(stream, running, each) for each in begun]
+        for each in begun:
+            assert each.acquire(timeout=100)
         killed = victims(running)
         assert len(killed) == 2
         os.kill(killed[0], signal.SIGKILL)
         killed_at = time.monotonic()
-        results = [each.result() for each in streams]
+        results = [streamed.result() for streamed in streams]
     recovered = wait_for_recovery(running, names, victims, killed) - killed_at
     load.stop()
     lost = [result for result in results if result[1] is not None]
