@@ -6,7 +6,7 @@ for the whole row. The scale of a group is dynamic or static:
     dynamic     scale[t, g] = largest magnitude of the group / 448
     static      scale[t, g] = a number of the checkpoint, the same for every row
 
-    code[t, k] = e4m3(activation[t, k] / scale[t, g]), and values beyond 448 become 448
+    code[t, k] = e4m3(activation[t, k] * (1 / scale[t, g])), and values beyond 448 become 448
     output[t, n] = sum over g of scale[t, g] * weight_scale[n, g] *
                    sum over k in g of code[t, k] * weight_code[n, k]
 
@@ -50,8 +50,11 @@ def round_activations(
     inputs = hidden.shape[1]
     grouped = F.pad(hidden.float(), (0, -inputs % group_size)).unflatten(1, (-1, group_size))
     if static_scale is None:
-        scale = grouped.abs().amax(2).clamp(min=LEAST_MAGNITUDE) / E4M3_MAX
+        largest = grouped.abs().amax(2).clamp(min=LEAST_MAGNITUDE)
+        # On a GPU, PyTorch multiplies by the inverse of a Python number, which rounds twice.
+        scale = largest / torch.full_like(largest, E4M3_MAX)
     else:
         scale = static_scale.expand(grouped.shape[:2])
-    codes = (grouped / scale[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    scaled = grouped * (torch.ones_like(scale) / scale)[:, :, None]
+    codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return codes.flatten(1)[:, :inputs], scale

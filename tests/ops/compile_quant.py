@@ -21,10 +21,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor as TritonTensorDescriptor
 
 KERNELS = {
     "quant_gemv": ("gemv_kernel",), "quant_gemm": ("gemm_kernel",), "hopper_gemm": ("hopper_kernel",), "dequantize": ("expand_kernel",),
-    "activation_gemm": ("round_kernel", "round_fp8_kernel", "bytes_kernel"),
+    "activation_gemm": ("round_kernel", "round_fp8_kernel", "bytes_kernel"), "wide_gemm": ("wide_kernel",),
 }  # fmt: skip
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16",
@@ -51,6 +52,8 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
             signature[param.name] = (
                 f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
             )
+        elif isinstance(value, TritonTensorDescriptor):
+            signature[param.name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape}>"
         elif isinstance(value, torch.Tensor):
             signature[param.name], aligned[param.num,] = (
                 f"*{TYPES[value.dtype]}",
@@ -138,9 +141,9 @@ def main() -> None:
                         "how": str(how),
                         "by_hand": written,
                     }
-                    if kernel.__name__ in ("hopper_kernel", "bytes_kernel"):
+                    if kernel.__name__ in ("hopper_kernel", "bytes_kernel", "wide_kernel"):
                         line |= {"tile": args[-5:], "complaints": complaints(compiled.asm["ptx"])}
-                    if kernel.__name__ == "bytes_kernel":
+                    if kernel.__name__ in ("bytes_kernel", "wide_kernel"):
                         line["wgmma"] = re.findall(
                             r"wgmma.mma_async\S*\.(\w+\.\w+)\s", compiled.asm["ptx"]
                         )

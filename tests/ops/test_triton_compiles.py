@@ -29,6 +29,7 @@ def test_every_product_compiles_for_hopper() -> None:
         "round_kernel",
         "round_fp8_kernel",
         "bytes_kernel",
+        "wide_kernel",
     }
     assert {line["kernel"] for line in lines} == kernels
     assert [line for line in lines if line["shared"] > SHARED] == []
@@ -40,7 +41,9 @@ def test_every_product_compiles_for_hopper() -> None:
     assert [line["complaints"] for line in lines if line.get("complaints")] == []
     # fp8 activations meet fp8 weights in the tensor cores
     products = [
-        line for line in lines if line["kernel"] == "bytes_kernel" and "fp8" in line["format"]
+        line
+        for line in lines
+        if line["kernel"] in ("bytes_kernel", "wide_kernel") and "fp8" in line["format"]
     ]
     assert products and all(set(line["wgmma"]) == {"e4m3.e4m3"} for line in products)
 

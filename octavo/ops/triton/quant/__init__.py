@@ -1,6 +1,7 @@
 """Products with quantised weights on a GPU.
 
-Reading order: packed_weight, weight_codes, quant_gemv, quant_gemm, hopper_gemm.
+Reading order: packed_weight, weight_codes, quant_gemv, quant_gemm, hopper_gemm, activation_gemm,
+wide_gemm.
 
     rows                kernel
     1                   quant_gemv: multiplies and adds in float32
@@ -11,9 +12,9 @@ Reading order: packed_weight, weight_codes, quant_gemv, quant_gemm, hopper_gemm.
     more                dequantize: writes the weight as plain numbers for cuBLAS
 
 For formats that round activations (int8-a8 with more than EXACT_ROWS rows, fp8 with any number of
-rows), activation_gemm rounds them and the tensor cores multiply 8 bits by 8 bits. The tiling
-follows from the shape alone: the result of a row depends on the number of rows, and never on the
-values of other rows.
+rows), activation_gemm rounds them and the tensor cores multiply 8 bits by 8 bits. With more than
+FEW_ROWS rows on a Hopper GPU, wide_gemm multiplies. The tiling follows from the shape alone: the
+result of a row depends on the number of rows, and never on the values of other rows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from octavo.ops.triton.quant.packed_weight import TritonWeight
 from octavo.ops.triton.quant.quant_gemm import Gemm, gemm
 from octavo.ops.triton.quant.quant_gemv import Gemv, gemv
 from octavo.ops.triton.quant.weight_codes import FP8, INT4, INT8
+from octavo.ops.triton.quant.wide_gemm import ALIGNED_OUTPUTS
 from octavo.ops.weight import rounds_activations
 
 __all__ = ["How", "TritonWeight", "choose", "embedding", "linear"]
@@ -66,13 +68,13 @@ ROUNDED = {
     128: Rounded(Gemm(128, 128, 2, 4, 1)),
     1 << 31: Rounded(Gemm(256, 128, 2, 4, 1)),
 }
-# A tile covers 128 inputs, which is the size of a group of fp8 weights. A tile of 256 rows would
-# need more registers than there are, because sums are added outside of the tensor cores.
+# A tile covers 128 inputs, which is the size of a group of fp8 weights. A tile of 128 rows and 128
+# outputs would need more registers than there are, because sums of groups are added outside of the
+# tensor cores.
 ROUNDED_FP8 = {
     16: Rounded(Gemm(16, 64, 2, 4, 4)),
     32: Rounded(Gemm(32, 64, 2, 4, 3)),
-    64: Rounded(Gemm(64, 128, 2, 4, 2)),
-    1 << 31: Rounded(Gemm(128, 128, 2, 3, 2)),
+    1 << 31: Rounded(Gemm(64, 128, 2, 4, 2)),
 }
 # The tiling for float32 activations, which tensor cores do not support, and for older GPUs.
 SMALL = Gemm(16, 64, 1, 2, 2)
@@ -102,14 +104,10 @@ def linear(
 
 
 def choose(rows: int, dtype: torch.dtype, weight: TritonWeight) -> How:
-    if rounds_activations(weight.format):
-        return next(how for max_rows, how in ROUNDED_FP8.items() if rows <= max_rows)
-    if rows > EXACT_ROWS and weight.format.quantizes_activations:
-        return (
-            Rounded(SMALL)
-            if OLD
-            else next(how for max_rows, how in ROUNDED.items() if rows <= max_rows)
-        )
+    if rounds_activations(weight.format) or (
+        rows > EXACT_ROWS and weight.format.quantizes_activations
+    ):
+        return choose_rounded(rows, dtype, weight)
     if rows > FEW_ROWS and fits(dtype, weight):
         return fastest(rows, *weight.shape)
     if rows > DENSE_ROWS:
@@ -120,3 +118,13 @@ def choose(rows: int, dtype: torch.dtype, weight: TritonWeight) -> How:
         hows for max_rows, hows in ROWS[weight.kind].items() if rows <= max_rows
     )
     return for_few_outputs if weight.shape[0] <= FEW_OUTPUTS else for_many_outputs
+
+
+def choose_rounded(rows: int, dtype: torch.dtype, weight: TritonWeight) -> Rounded:
+    is_wide = rows > FEW_ROWS and weight.shape[0] % ALIGNED_OUTPUTS == 0
+    if is_wide and AVAILABLE and dtype != torch.float32:
+        return Rounded(None)
+    if not weight.format.is_float and OLD:
+        return Rounded(SMALL)
+    tilings = ROUNDED_FP8 if weight.format.is_float else ROUNDED
+    return next(how for max_rows, how in tilings.items() if rows <= max_rows)

@@ -17,12 +17,13 @@ from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inpu
 from octavo.ops.triton.fused_kernels import code_of
 from octavo.ops.triton.quant.packed_weight import TritonWeight
 from octavo.ops.triton.quant.quant_gemm import Gemm, cut, write
+from octavo.ops.triton.quant.wide_gemm import Codes, wide_product
 
 
 class Rounded(NamedTuple):
-    """The tiling of a product with rounded activations."""
+    """The tiling of a product with rounded activations. None leaves it to wide_gemm.py."""
 
-    tile: Gemm
+    tile: Gemm | None
 
 
 @triton.jit
@@ -93,8 +94,9 @@ def round_fp8_kernel(
         scale + not_finite,
         mask=group_offsets < num_groups,
     )
-    low = _fp8_code(first, scale)
-    high = _fp8_code(second, scale)
+    inverse = tl.div_rn(tl.full([GROUPS_PADDED], 1.0, tl.float32), scale)
+    low = _fp8_code(first, inverse)
+    high = _fp8_code(second, inverse)
     tl.store(
         codes_ptr + row * row_words + word_offsets,
         (low | high << 8).to(tl.int16),
@@ -103,9 +105,9 @@ def round_fp8_kernel(
 
 
 @triton.jit
-def _fp8_code(values, scale):
-    """values [groups, words], scale [groups] -> the bits of e4m3 numbers, as int32"""
-    scaled = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
+def _fp8_code(values, inverse):
+    """values [groups, words], inverse scales [groups] -> the bits of e4m3 numbers, as int32"""
+    scaled = values * inverse[:, None]
     clamped = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
     return code_of(clamped, 448.0).to(tl.int32) & 255
 
@@ -206,14 +208,21 @@ def rounded(
     num_rows = len(hidden)
     num_outputs = weight.shape[0]
     codes, scale = round_rows(hidden, weight)
+    byte_type = torch.float8_e4m3fn if weight.format.is_float else torch.int8
+    codes = codes.view(byte_type)
+    weight_codes = weight.words.view(byte_type)
     output = hidden.new_empty(num_rows, num_outputs) if residual is None else residual
     tile = config.tile
+    if tile is None:
+        rows = Codes(codes, scale)
+        return wide_product(
+            rows, Codes(weight_codes, weight.info), output, bias, adds=residual is not None
+        )
     num_tiles, num_splits, partial = cut(num_rows, weight, tile)
-    byte_type = torch.float8_e4m3fn if weight.format.is_float else torch.int8
     bytes_kernel[num_tiles, num_splits](
-        codes.view(byte_type),
+        codes,
         scale,
-        weight.words.view(byte_type),
+        weight_codes,
         weight.info,
         bias,
         output,
