@@ -79,6 +79,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 NUM_PROMPTS = int(os.environ.get("OCTAVO_TEST_PROMPTS", 40 if ON_GPU else 12))
 LONGEST = 1400 if ON_GPU else 150
 MAX_TOKENS = 12 if ON_GPU else 5
+SMALL_BLOCK = 16 if ON_GPU else 4  # replies do not fit into the last block of their prompt
 BATCHES = [2, 7, 64, 256] if ON_GPU else [2, 7, 64]
 
 
@@ -239,8 +240,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "preemption": dict(  # a pool that is full when the replies begin
         max_num_seqs=64,
         max_model_len=LONGEST + 40,
-        block_size=64 if ON_GPU else 4,
-        num_gpu_blocks_override=20 * LONGEST // 64 if ON_GPU else 2 * LONGEST // 4,
+        block_size=SMALL_BLOCK,
+        num_gpu_blocks_override=2 * LONGEST // SMALL_BLOCK,
     ),
     "speculation": dict(max_num_seqs=7, speculative_config="ngram,k=3,min=1,adaptive=no"),
     "early exit": dict(max_num_seqs=7, speculative_config="early_exit,layer=1,k=2,adaptive=no"),

@@ -31,10 +31,9 @@ def record_products(launches: list[Launch]) -> None:
         weight = torch.empty(1024, 2048, dtype=dtype)
         for rows in rows_of_dtype:
             residual = torch.empty(rows, 1024, dtype=dtype)
-            bias = residual[0].clone()
-            invariant_product.kernel_product(
-                torch.empty(rows, 2048, dtype=dtype), weight, bias, residual
-            )
+            hidden = torch.empty(rows, 2048, dtype=dtype)
+            for added in ((residual[0].clone(), None), (None, residual)):
+                invariant_product.kernel_product(hidden, weight, *added)
 
 
 def record_attention(launches: list[Launch]) -> None:

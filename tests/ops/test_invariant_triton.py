@@ -199,28 +199,35 @@ class PretendedShapes(LibraryShapes):
         return LIBRARY_ROWS[:4]
 
 
-def test_blocks_of_the_library_are_padded_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adds", [False, True])
+def test_blocks_of_the_library_are_padded_and_joined(
+    adds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = []
 
-    def pretended(hidden: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    def pretended(hidden: Tensor, weight: Tensor, output: Tensor) -> None:
         sizes.append(len(hidden))
-        return invariant_product.kernel_product(hidden, weight, residual=residual)
+        output.copy_(invariant_product.kernel_product(hidden, weight))
 
     monkeypatch.setattr(invariant_product, "library_product", pretended)
-    weight, bias = random(24, 32, seed=1), random(24, seed=2)
-    hidden, residual = random(240, 32, seed=3), random(240, 24, seed=4)
-    want = invariant_product.kernel_product(hidden, weight, bias, residual.clone())
+    weight, bias = random(23, 32, seed=1), random(23, seed=2)
+    hidden, residual = random(240, 32, seed=3), random(240, 23, seed=4)
+    added = [bias if adds else None, residual if adds else None]
+    want = invariant_product.kernel_product(
+        hidden, weight, *(None if each is None else each.clone() for each in added)
+    )
     shapes = PretendedShapes()
     for rows, expected in {
         63: [],
         64: [64],
         70: [80],
         112: [112],
-        140: [112],
-        240: [112] * 2,
+        140: [112, 64],
+        240: [112, 112, 64],
     }.items():
         sizes.clear()
-        got = invariant_product.linear(hidden[:rows], weight, bias, residual[:rows].clone(), shapes)
+        rest = None if added[1] is None else added[1][:rows].clone()
+        got = invariant_product.linear(hidden[:rows], weight, added[0], rest, shapes)
         assert torch.equal(got, want[:rows])
         assert sizes == expected
 

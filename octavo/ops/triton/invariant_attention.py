@@ -33,6 +33,7 @@ from octavo.ops.triton.attention_kernels import (
     LOG2E,
     PROGRAMS,
     _attend,
+    _can_prefetch_more,
     _find_item,
     _keep,
     _shape,
@@ -97,24 +98,32 @@ def attention_kernel(
     TILE_KEYS: tl.constexpr,
     PART_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
     PRECISION: tl.constexpr,
     LARGEST_CODE: tl.constexpr,
 ):
     """Compute attention for a tile of query rows.
 
     With num_parts 0, a program merges all parts. Otherwise it computes every num_programs(2)-th
-    part and keeps them for merge_kernel, which has room for num_parts parts.
+    part and keeps them for merge_kernel, which has room for num_parts parts. ONE_TOKEN means that
+    each item has one token, and therefore one tile.
     """
     start_next()
     wait_for_inputs()
     BLOCK_Q: tl.constexpr = TILE_ROWS // GROUP_PADDED
     head = tl.program_id(1)
-    # The last tiles of a sequence have the longest context, so they run first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    item = _find_item(query_start_ptr, tile, num_items, BLOCK_Q)
-    token_begin = tl.load(query_start_ptr + item)
-    token_end = tl.load(query_start_ptr + item + 1)
-    first_token = (tile - token_begin // BLOCK_Q - item) * BLOCK_Q
+    if ONE_TOKEN:
+        item = tl.program_id(0)
+        token_begin = item
+        token_end = item + 1
+        first_token = 0
+    else:
+        # The last tiles of a sequence have the longest context, so they run first.
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        item = _find_item(query_start_ptr, tile, num_items, BLOCK_Q)
+        token_begin = tl.load(query_start_ptr + item)
+        token_end = tl.load(query_start_ptr + item + 1)
+        first_token = (tile - token_begin // BLOCK_Q - item) * BLOCK_Q
     if first_token < token_end - token_begin:
         context_length = tl.load(seq_lens_ptr + item) - (token_end - token_begin)
         row_offsets = tl.arange(0, TILE_ROWS)
@@ -183,7 +192,7 @@ def attention_kernel(
                 TILE_KEYS,
                 WINDOW,
                 False,
-                True,
+                WINDOW > 0,
                 PRECISION,
                 LARGEST_CODE,
             )
@@ -299,8 +308,9 @@ def attention(
     tile_rows = max(group_padded, TILE_ROWS)
     num_tokens, num_heads, head_dim = query.shape
     num_items = len(batch.query_start) - 1
-    # An upper bound: some tiles are empty.
-    num_tiles = num_tokens // (tile_rows // group_padded) + num_items
+    one_token = all(span.num == 1 for span in batch.spans)
+    # An upper bound if items have several tokens: some tiles are empty.
+    num_tiles = num_items + (0 if one_token else num_tokens // (tile_rows // group_padded))
     num_kv_heads = kv_cache.shape[2]
     max_length = batch.block_table.shape[1] * shape["BLOCK_SIZE"]
     num_parts = triton.cdiv(max_length, PART_KEYS)
@@ -311,6 +321,9 @@ def attention(
     partial = query.new_empty(num_tokens, num_heads, num_parts, head_dim, dtype=torch.float32)
     partial_max, partial_sum = query.new_empty(2, *partial.shape[:3], dtype=torch.float32)
     tensors, strides = arguments(kv_cache)
+    tile = _tile(kv_cache, shape["HEAD_DIM_PADDED"])
+    if _can_prefetch_more(kv_cache, shape["HEAD_DIM_PADDED"], tile):
+        tile["num_stages"] = 6
     attention_kernel[num_tiles, num_kv_heads, num_splits](
         query,
         *tensors,
@@ -331,8 +344,9 @@ def attention(
         TILE_ROWS=tile_rows,
         PART_KEYS=PART_KEYS,
         WINDOW=window,
+        ONE_TOKEN=one_token,
         num_warps=4 if shape["HEAD_DIM_PADDED"] < 256 else 8,
-        **_tile(kv_cache, shape["HEAD_DIM_PADDED"]),
+        **tile,
         **shape,
         **LAUNCH,
     )

@@ -73,8 +73,8 @@ def product_kernel(
 ):
     """Compute a tile [TILE_OUTPUTS, TILE_ROWS] of the transposed product.
 
-    EVEN means that rounds cover the inputs exactly. The sum and the residual are added before they
-    are rounded, and the bias is added to the rounded sum, as the library does.
+    EVEN means that rounds cover the inputs exactly. The sum, the sum with the bias and the sum with
+    the residual are rounded one after another, because a library can add only to rounded sums.
     """
     start_next()
     tile = tl.program_id(0)
@@ -99,12 +99,13 @@ def product_kernel(
         accumulator = tl.dot(weights, values, accumulator, input_precision="ieee")
     in_range = (row_offsets < num_rows)[None, :] & (output_offsets < num_outputs)[:, None]
     tile_offsets = rows[None, :] * num_outputs + outputs[:, None]
-    if ADD_RESIDUAL:
-        accumulator += tl.load(residual_ptr + tile_offsets, mask=in_range, other=0.0).to(tl.float32)
     result = accumulator.to(output_ptr.dtype.element_ty)
     if ADD_BIAS:
-        bias = tl.load(bias_ptr + outputs).to(tl.float32)[:, None]
-        result = (result.to(tl.float32) + bias).to(output_ptr.dtype.element_ty)
+        bias = tl.load(bias_ptr + outputs)[:, None]
+        result = (result.to(tl.float32) + bias.to(tl.float32)).to(output_ptr.dtype.element_ty)
+    if ADD_RESIDUAL:
+        residual = tl.load(residual_ptr + tile_offsets, mask=in_range, other=0.0)
+        result = (result.to(tl.float32) + residual.to(tl.float32)).to(output_ptr.dtype.element_ty)
     tl.store(output_ptr + tile_offsets, result, mask=in_range)
 
 
@@ -118,6 +119,8 @@ def kernel_product(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """hidden [T, in], weight [out, in] -> [T, out], plus the residual, which is overwritten"""
+    if bias is not None and residual is not None:  # together they stall the tensor cores
+        return residual.add_(kernel_product(hidden, weight, bias))
     num_rows, num_inputs = hidden.shape
     num_outputs = weight.shape[0]
     output = hidden.new_empty(num_rows, num_outputs) if residual is None else residual
@@ -165,18 +168,18 @@ def without_split() -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(library)
 
 
-def library_product(hidden: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Do what kernel_product() does, with cuBLASLt. The rows of the result may be padded in
-    memory: cuBLASLt has only an old kernel for rows that are not aligned to 16 bytes."""
-    num_outputs = weight.shape[0]
+def library_product(hidden: Tensor, weight: Tensor, output: Tensor) -> None:
+    """Do what kernel_product() does, with cuBLASLt."""
     with without_split():
-        if residual is not None and num_outputs % 8 == 0:
-            return residual.addmm_(hidden, weight.t())
-        padded = hidden.new_empty(len(hidden), triton.cdiv(num_outputs, 8) * 8)
-        output = padded[:, :num_outputs]
-        if residual is None:
-            return torch.mm(hidden, weight.t(), out=output)
-        return torch.addmm(residual, hidden, weight.t(), out=output)
+        torch.mm(hidden, weight.t(), out=output)
+
+
+def empty_output(num_rows: int, weight: Tensor) -> Tensor:
+    """Allocate a result. Its rows are padded in memory: cuBLASLt has only an old kernel for rows
+    that are not aligned to 16 bytes."""
+    num_outputs = weight.shape[0]
+    padded = weight.new_empty(num_rows, triton.cdiv(num_outputs, 8) * 8)
+    return padded[:, :num_outputs]
 
 
 class LibraryShapes:
@@ -201,28 +204,22 @@ class LibraryShapes:
 
 
 def agreeing_rows(weight: Tensor) -> tuple[int, ...]:
-    """Compare the library with the kernel, with and without a residual."""
+    """Compare the library with the kernel."""
     num_outputs, num_inputs = weight.shape
     candidates = [rows for rows in LIBRARY_ROWS if rows * num_outputs <= MOST_COMPARED]
     if not candidates:
         return ()
     generator = torch.Generator(weight.device).manual_seed(0)
-    hidden, residual = (
-        torch.randn(candidates[-1], width, generator=generator, device=weight.device).to(
-            weight.dtype
-        )
-        for width in (num_inputs, num_outputs)
-    )
-    plain = kernel_product(hidden, weight)
-    added = kernel_product(hidden, weight, residual=residual.clone())
-    return tuple(
-        rows
-        for rows in candidates
-        if torch.equal(library_product(hidden[:rows], weight), plain[:rows])
-        and torch.equal(
-            library_product(hidden[:rows], weight, residual[:rows].clone()), added[:rows]
-        )
-    )
+    shape = (candidates[-1], num_inputs)
+    hidden = torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype)
+    expected = kernel_product(hidden, weight)
+    found = []
+    for rows in candidates:
+        output = empty_output(rows, weight)
+        library_product(hidden[:rows], weight, output)
+        if torch.equal(output, expected[:rows]):
+            found.append(rows)
+    return tuple(found)
 
 
 def linear(
@@ -232,30 +229,32 @@ def linear(
     residual: Tensor | None,
     shapes: LibraryShapes,
 ) -> Tensor:
-    """hidden [T, in], weight [out, in] -> [T, out], plus the residual, which may be overwritten"""
+    """hidden [T, in], weight [out, in] -> [T, out], plus the residual, which is overwritten"""
     hidden = hidden.contiguous()
     num_rows = len(hidden)
     allowed = shapes.rows(weight) if num_rows >= LIBRARY_ROWS[0] else ()
     if not allowed:
         return kernel_product(hidden, weight, bias, residual)
-    outputs = []
-    for first in range(0, num_rows, allowed[-1]):
-        block = slice(first, min(first + allowed[-1], num_rows))
-        block_residual = None if residual is None else residual[block]
-        if block.stop - first < allowed[0]:
-            outputs.append(kernel_product(hidden[block], weight, bias, block_residual))
-            continue
-        size = next(rows for rows in allowed if rows >= block.stop - first)
-        output = library_block(hidden[block], weight, block_residual, size)
-        outputs.append(output if bias is None else output.add_(bias))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    sizes = block_sizes(num_rows, allowed)
+    output = empty_output(sum(sizes), weight)
+    first = 0
+    for size in sizes:
+        block = hidden[first : first + size]
+        if len(block) < size:
+            block = F.pad(block, (0, 0, 0, size - len(block)))
+        library_product(block, weight, output[first : first + size])
+        first += size
+    output = output[:num_rows]
+    if bias is not None:
+        output.add_(bias)
+    return output if residual is None else residual.add_(output)
 
 
-def library_block(hidden: Tensor, weight: Tensor, residual: Tensor | None, size: int) -> Tensor:
-    """Compute a block with the library, padded to `size` rows."""
-    num_rows = len(hidden)
-    if num_rows == size:
-        return library_product(hidden, weight, residual)
-    padding = (0, 0, 0, size - num_rows)
-    padded_residual = None if residual is None else F.pad(residual, padding)
-    return library_product(F.pad(hidden, padding), weight, padded_residual)[:num_rows]
+def block_sizes(num_rows: int, allowed: tuple[int, ...]) -> list[int]:
+    """Divide rows into blocks of numbers of rows that were compared. The last block is padded."""
+    largest = allowed[-1]
+    full_blocks, rest = divmod(num_rows, largest)
+    sizes = [largest] * full_blocks
+    if rest:
+        sizes.append(next(rows for rows in allowed if rows >= rest))
+    return sizes

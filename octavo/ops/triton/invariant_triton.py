@@ -44,6 +44,7 @@ QUANT_TILES = {
 QUANT_FP8_TILES = {
     most_rows: Rounded(rounded.tile._replace(splits=1))
     for most_rows, rounded in quant.ROUNDED_FP8.items()
+    if rounded.tile is not None
 }
 # For float32 activations, which tensor cores do not multiply exactly, and for older GPUs.
 QUANT_FLOAT32_TILE = quant.SMALL._replace(splits=1)
