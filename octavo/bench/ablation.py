@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octavo.assemble import pick_device
+from octavo.assemble import pick_device, settle_speculation
 from octavo.bench.drive import DriveReport, Job, drive
 from octavo.bench.interleave import interleave, is_noisy, ratios, spread
 from octavo.bench.measure_speculation import WORKLOADS as TEXT_WORKLOADS
@@ -243,7 +243,8 @@ class Mechanism:
     workload: str
     off: dict[str, Any]  # options that turn it off
     switch: str  # the same on the command line
-    on: dict[str, Any] = field(default_factory=dict)  # options that turn it on, if it is off
+    on: dict[str, Any] = field(default_factory=dict)  # options that turn it on
+    is_default: bool = True  # whether it is on without options
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs_text: bool = False  # it needs a tokenizer and trained weights
 
@@ -276,12 +277,26 @@ MECHANISMS = {
     "quantisation": Mechanism("ragged", dict(quantization="none"), "--quant none"),
     "speculation": Mechanism(
         "copying",
+        dict(speculative_config=None),
+        "--speculative off",
+        on=dict(speculative_config="auto"),  # benches measure without drafts by default
+        needs_text=True,
+    ),
+    "suffix-drafts": Mechanism(
+        "copying",
         {},
         "without --speculative suffix",
         on=dict(speculative_config="suffix"),
+        is_default=False,
         needs_text=True,
     ),
-    "host-tier": Mechanism("returning", {}, "without --kv-host-gib 1", on=dict(swap_space=1.0)),
+    "host-tier": Mechanism(
+        "returning",
+        {},
+        "without --kv-host-gib 1",
+        on=dict(swap_space=1.0),
+        is_default=False,
+    ),
 }
 
 
@@ -356,7 +371,7 @@ class Ablation:
         self.run.add_row(
             mechanism=name,
             switch=mechanism.switch,
-            is_default=not mechanism.on,
+            is_default=mechanism.is_default,
             workload=mechanism.workload,
             figure=figure.name,
             unit=figure.unit,
@@ -429,7 +444,14 @@ def why_not(name: str, llm: LLM) -> str | None:
         return "it needs a trained model with a tokenizer"
     if name == "quantisation" and not is_quantised(llm):
         return "the weights of this model are not quantised: give --quant"
+    if name == "speculation" and not drafts_by_default(llm):
+        return "this model does not use drafts by default on this device"
     return None
+
+
+def drafts_by_default(llm: LLM) -> bool:
+    options = replace(llm.options, speculative_config=EngineOptions().speculative_config)
+    return settle_speculation(options, llm.checkpoint, llm.device.type) is not None
 
 
 def is_quantised(llm: LLM) -> bool:

@@ -102,6 +102,9 @@ def test_what_cannot_be_measured_says_why(tiny: str) -> None:
     assert "device of the kind cuda" in str(ablation.why_not("cuda-graphs", llm))
     assert "not quantised" in str(ablation.why_not("quantisation", llm))
     assert ablation.why_not("quantisation", LLM(tiny, quantization="int8", progress=False)) is None
+    assert "does not use drafts by default" in str(ablation.why_not("speculation", llm))
+    embedded = LLM("smollm2", progress=False, max_model_len=64, speculative_config=None)
+    assert ablation.why_not("speculation", embedded) is None
 
 
 # ---- what benches share ------------------------------------------------------------------------
