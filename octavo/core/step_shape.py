@@ -129,7 +129,7 @@ class StepShaper:
             urgent=tuple(step.urgent),
             urgent_positions=sum(seq.planned for seq in step.urgent),
             paused=paused,
-            skip_decode=paused | preemption.skipping_equals(step),
+            skip_decode=paused | preemption.skipping_same_class(step),
         )
 
     def after_plan(self, plan: Plan, shape: StepShape) -> None:

@@ -4,9 +4,9 @@ which running sequences pause for them, and which are preempted.
 It works on ranks, batch slots and blocks; the policy has the rules. While an urgent prompt is
 computed, a running sequence is one of these:
 
-    paused       it keeps slot and blocks and continues in the step after
-    equal        if it decodes, it skips one step, never two in a row
-    a victim     it is preempted, if slots or blocks do not suffice
+    paused       less urgent: it keeps slot and blocks and continues in the step after
+    same class   equally urgent: if it decodes, it skips one step, never two in a row
+    a victim     less urgent: it is preempted, because slots or blocks do not suffice
 
 All of this is decided before the step is planned, so victims and paused sequences are not in the
 plan.
@@ -50,7 +50,7 @@ class UrgentStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ChunkNeeds:
     """The resources that the next chunk of a prompt needs."""
 
     slots: int
@@ -75,9 +75,7 @@ class UrgentPreemption:
         self.depth = depth
         self.may_admit = may_admit
         self.last_urgent: Sequence | None = None  # the latest prompt that others paused for
-        self.equals_skipped = (
-            False  # sequences of an urgent prompt's own class skipped the last step
-        )
+        self.same_class_skipped = False  # sequences of the urgent class skipped the last step
         # True if sequences paused in the last step, and no prompt advanced.
         self.paused_without_progress = False
 
@@ -93,11 +91,11 @@ class UrgentPreemption:
         for seq in merge(list(self.queues.prefilling), list(self.queues.waiting), key=by_rank):
             if seq.rank >= step.admit_before:
                 break
-            if not self._consider(seq, step, token_cap, prompt_budget):
+            if not self._reserve_for(seq, step, token_cap, prompt_budget):
                 break
         return step
 
-    def _consider(
+    def _reserve_for(
         self, seq: Sequence, step: UrgentStep, token_cap: int, prompt_budget: PromptBudget
     ) -> bool:
         """Reserve the resources of a prompt in the step, if there are enough. Returns whether
@@ -123,12 +121,12 @@ class UrgentPreemption:
         tokens_left = step.token_budget - num_decoding - step.prompt_tokens
         if tokens_left <= 0:
             return False
-        claim = self._claim(seq, tokens_left)
-        if claim is None:
+        needs = self._chunk_needs(seq, tokens_left)
+        if needs is None:
             return True
-        step.free_slots -= claim.slots
-        step.free_blocks -= claim.blocks
-        step.prompt_tokens += claim.tokens
+        step.free_slots -= needs.slots
+        step.free_blocks -= needs.blocks
+        step.prompt_tokens += needs.tokens
         if not self._find_victims(seq, step, decoding):
             return False
         victim_ids = {victim.id for victim in step.victims}
@@ -153,7 +151,7 @@ class UrgentPreemption:
             return self.step_times.background_chunk(limit, self.depth)
         return limit
 
-    def _claim(self, seq: Sequence, token_budget: int) -> Claim | None:
+    def _chunk_needs(self, seq: Sequence, token_budget: int) -> ChunkNeeds | None:
         """Return what the next chunk of a prompt needs, or None if it is done or cannot start."""
         block_size = self.pool.block_size
         if seq.status is Status.RUNNING:
@@ -161,13 +159,13 @@ class UrgentPreemption:
             if not num_tokens:
                 return None
             num_blocks = -(-(seq.planned + num_tokens) // block_size) - len(seq.block_table)
-            return Claim(0, max(num_blocks, 0), num_tokens)
+            return ChunkNeeds(0, max(num_blocks, 0), num_tokens)
         match = self.prefix.match(seq)
         if match is None:
             return None
         num_cached = len(match.blocks) * block_size
         num_tokens = min(tokens_to_prefill(seq, num_cached), token_budget)
-        return Claim(1, blocks_to_admit(self.pool, match.blocks, num_tokens), num_tokens)
+        return ChunkNeeds(1, blocks_to_admit(self.pool, match.blocks, num_tokens), num_tokens)
 
     def _find_victims(self, seq: Sequence, step: UrgentStep, decoding: list[Sequence]) -> bool:
         """Choose victims until slots and blocks suffice for the prompt and for the decoding
@@ -204,21 +202,21 @@ class UrgentPreemption:
             other_id for seq in step.urgent for other_id in self._paused_for(seq, step.victims)
         )
 
-    def skipping_equals(self, step: UrgentStep) -> frozenset[int]:
-        """Return decoding equals of the urgent prompts that skip this step.
+    def skipping_same_class(self, step: UrgentStep) -> frozenset[int]:
+        """Return the decoding sequences of the urgent class, by id, that skip this step.
 
         An urgent prompt is computed alone, because one more sequence may cost much (on a GPU, the
-        next larger graph). Its equals continue in the step after."""
+        next larger graph). The others of its class continue in the step after."""
         pauses = self.policy.pauses
         skipping: frozenset[int] = frozenset()
-        if step.urgent and not self.equals_skipped:
+        if step.urgent and not self.same_class_skipped:
             skipping = frozenset(
                 other.id
                 for other in self.queues.decoding
                 if other not in step.victims
                 and not any(pauses(other, seq) or pauses(seq, other) for seq in step.urgent)
             )
-        self.equals_skipped = bool(skipping)
+        self.same_class_skipped = bool(skipping)
         return skipping
 
     # ---- after a step ----------------------------------------------------------------------------

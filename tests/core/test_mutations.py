@@ -70,7 +70,7 @@ BUGS = {
     "sequences pause for ever": ("urgent_preemption", "other_id for seq in step.urgent for other_id", "other_id for seq in step.urgent or ([self.last_urgent] if self.last_urgent else []) for other_id"),
     "a prompt that pauses counts as computed": ("scheduler", "            elif seq.id not in builder.shape.paused and", "            elif seq.id in builder.shape.paused:\n                seq.planned += 1\n            elif"),
     "a sequence that pauses is planned but not computed": ("scheduler", "if position + 1 >= seq.position_limit or (skip and seq.id in skip):", "seq.planned += seq.id in skip\n            if position + 1 >= seq.position_limit or seq.id in skip:"),
-    "a sequence that skips a step is planned but not computed": ("urgent_preemption", "        self.equals_skipped = bool(skipping)\n", "        self.equals_skipped = bool(skipping)\n        for other in self.queues.decoding:\n            other.planned += other.id in skipping\n"),
+    "a sequence that skips a step is planned but not computed": ("urgent_preemption", "        self.same_class_skipped = bool(skipping)\n", "        self.same_class_skipped = bool(skipping)\n        for other in self.queues.decoding:\n            other.planned += other.id in skipping\n"),
     "a batch forms while another runs": ("batching", "if not running or fits_beside:", "if True:"),
     "requests start without a batch": ("batching", "return self.form_batch is None or seq.request.id in self.admissible", "return True"),
     "the slot is not freed": ("queues", "        self.free_slots.append(seq.slot)\n", ""),
