@@ -203,7 +203,7 @@ class Collector:
 
     @property
     def rejected_drafts(self) -> int:
-        """Return how many drafts were verified in vain."""
+        """Return how many verified drafts are not part of the reply."""
         return sum(map(sum, self.drafts.values())) - self.accepted_drafts
 
     def output(self) -> RequestOutput:

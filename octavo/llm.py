@@ -743,7 +743,7 @@ def refuse_adapters(lora_request: None) -> None:
 
 
 def refuse_unused(**arguments: Any) -> None:
-    """Refuse arguments of vLLM's methods that are given here in vain."""
+    """Refuse arguments of vLLM's methods that have no effect here."""
     for name, value in arguments.items():
         if value:
             raise InvalidRequest(f"{name} is not supported: leave it out", name)

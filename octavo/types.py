@@ -168,7 +168,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     pooled: array[float] = field(default_factory=lambda: array("f"))  # hidden states so far
     queued_at: float = 0.0  # on the scheduler's clock
-    first_token_at: float | None = None  # likewise; None: no token yet
+    first_token_at: float | None = None  # on the same clock; None: no token yet
 
     @property
     def params(self) -> SamplingParams:

@@ -183,7 +183,7 @@ def simulate_cluster(
 
 
 def _read_requests(trace: str, kv_tokens: int) -> Callable[[], Iterable[ClusterRequest]]:
-    """Return a function that makes the requests anew for each simulation."""
+    """Return a function that makes new requests for each simulation."""
     from octavo.bench.cluster import requests_of_entries, synthetic_requests
     from octavo.core.trace import SyntheticTrace, read
 

@@ -129,7 +129,7 @@ def resume() -> None:
 
 
 def end() -> None:
-    """Erase the line for good."""
+    """Erase the line and show no further status."""
     global _line
     line, _line = _line, None
     if line is not None:

@@ -1,7 +1,7 @@
 """Emits events that say what the scheduler has decided, and why.
 
     Admitted      a sequence is admitted; the reason why no more of its prompt was cached
-    NotAdmitted   a plan tried a waiting sequence in vain, or the first one that it did not try
+    NotAdmitted   a plan could not admit a waiting sequence, or did not try the first of the others
     NotPlanned    a running sequence computes nothing in a step
     others        arrivals, refusals, preemptions, ends, and blocks that are released
 

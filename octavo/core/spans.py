@@ -6,7 +6,7 @@ A span is an interval of a sequence. The spans of a sequence follow each other:
     prefill    one chunk of known tokens, so one step
     decode     consecutive steps that sample, at most MAX_STEPS of them
     preempted  it waits again, and recomputes or finds its blocks on the device
-    swapped    likewise, and its next admission loads blocks from a lower tier
+    swapped    it waits again, and its next admission loads blocks from a lower tier
 
 The trace recorder (trace.py) and the tracer of the engine process use SequenceSpans. It reads the
 clock once per step. Only sequences whose spans are collected cost time.

@@ -75,11 +75,11 @@ def with_header(source: Path, header: Path | None = None) -> str:
 
 
 def compile_source(
-    source: str, constants: Mapping[str, int], arch: str, anew: bool = False
+    source: str, constants: Mapping[str, int], arch: str, force: bool = False
 ) -> bytes:
     """Compile to machine code, or read it from the cache: compiling takes a second or two.
 
-    `anew` compiles even if the cache has the code.
+    `force` compiles even if the cache has the code.
     """
     options = [
         f"--gpu-architecture={arch}",
@@ -90,7 +90,7 @@ def compile_source(
         "\0".join([source, *options, str(torch.version.cuda)]).encode()
     ).hexdigest()[:32]
     cached = cache_folder("cuda") / f"{key}.cubin"
-    if not anew:
+    if not force:
         try:
             return cached.read_bytes()
         except OSError:
@@ -154,7 +154,7 @@ class Kernel:
         try:
             return cls(compile_source(source, constants, arch), name, shared)
         except CudaError:  # the cached binary may be damaged
-            return cls(compile_source(source, constants, arch, anew=True), name, shared)
+            return cls(compile_source(source, constants, arch, force=True), name, shared)
 
     def launch(
         self,

@@ -664,7 +664,8 @@ class EngineClient:
     def _record_failure(self, request_ids: set[str]) -> None:
         """Record the failure of a step or of the engine in which these requests took part.
 
-        The request that is found to be the cause fails for good. Clients may retry the others.
+        The request that is found to be the cause is not accepted again. Clients may retry the
+        others.
         """
         failed = [
             self.open_requests[request_id]
