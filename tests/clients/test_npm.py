@@ -1,5 +1,5 @@
-"""Clients from npm with the embedded model: openai with chats and Responses, Anthropic's SDK, and
-Vercel's ai with its providers for both. Each program prints what it found."""
+"""Clients from npm: openai with chats and Responses, OpenAI's agents, Anthropic's SDK, and Vercel's ai
+with its providers for both. Each program prints what it found."""
 
 from __future__ import annotations
 
@@ -78,6 +78,15 @@ def test_anthropic_messages(embedded: Running, parrot: Running) -> None:
     assert set(found["call"]["input"]) == {"city"}
     assert found["streamed_call"]["input"] == found["call"]["input"]
     assert found["counted"] == found["input"]
+
+
+def test_openai_agents(embedded: Running, parrot: Running) -> None:
+    found = run("openai_agents.mjs", embedded.url, parrot.url)
+    check(found)
+    assert set(found["call"]) == {"city"} and found["streamed_call"] == found["call"]
+    weather = f"It rains in {found['call']['city']}."
+    assert found["outputs"] == [weather, weather]
+    assert "It rains in Paris." in found["streamed_answer"]
 
 
 @pytest.mark.parametrize("provider", ["openai", "openai-chat", "openai-compatible", "anthropic"])
