@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from octavo.option_declaration import flag_of, option_declarations
 from octavo.serve.ray_serve.ray_options import RayOptions
 from octavo.serve.ray_serve.scaling import LoadPolicy
 from octavo.serve.serve_config import ServeConfig
+from octavo.serve.server import ServeError
 
 # A value of each option that is not its default, as a user writes it and as the server has it.
 OTHER_VALUES: dict[str, tuple[str, object]] = {
@@ -127,6 +129,26 @@ def test_a_replica_has_a_gpu_for_each_rank(
     monkeypatch.setattr(deploy.ray, "cluster_resources", lambda: {"GPU": gpus_of_the_cluster})
     config = ServeConfig(engine=EngineOptions(**engine))
     assert deploy.gpus_per_replica(config, RayOptions(ray=True, **options)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicas": 4}, "--replicas 4 with --replica-cpus 1 needs 4 CPU cores, and .* has 2:"),
+        ({"replicas": 4, "replica_cpus": 0.5}, None),
+        ({"replicas": 2, "max_replicas": 8}, None),
+        ({"replica_gpus": 1}, "--replicas 1 with --replica-gpus 1 needs 1 GPUs, and .* has 0:"),
+    ],
+)
+def test_replicas_that_have_no_room_on_this_machine_are_refused(
+    options: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deploy = pytest.importorskip("octavo.serve.ray_serve.deploy", exc_type=ImportError)
+    monkeypatch.setattr(deploy.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(deploy.ray, "cluster_resources", lambda: {"CPU": 2.0})
+    raises = pytest.raises(ServeError, match=message) if message else contextlib.nullcontext()
+    with raises:
+        deploy.check_resources(ServeConfig(), RayOptions(ray=True, **options))
 
 
 def test_every_option_is_described() -> None:

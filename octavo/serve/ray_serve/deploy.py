@@ -197,11 +197,13 @@ def run(
 
     A second signal ends open requests at once.
     """
-    connect(options, report)
+    is_own_cluster = connect(options, report)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray has replaced the handlers.
         signal.signal(number, interrupt)
     try:
+        if is_own_cluster:
+            check_resources(config, options)
         serve.start(proxy_location="Disabled", logging_config=LOGGING)
         if APPLICATION in serve.status().applications:
             raise ServeError(
@@ -234,15 +236,18 @@ def serve_until_interrupted(application: serve.Application, say: Callable[[int],
             handle.drain.remote().result()
 
 
-def connect(options: RayOptions, report: Callable[[str, float | None], None]) -> None:
-    """Connect to the Ray cluster of the options, or start one on this machine."""
+def connect(options: RayOptions, report: Callable[[str, float | None], None]) -> bool:
+    """Connect to the Ray cluster of the options, or start one on this machine.
+
+    Returns whether it was started. Such a cluster has no other machine.
+    """
     address = options.ray_address or os.environ.get("RAY_ADDRESS")
     if address is None:
         report("starting a Ray cluster on this machine", None)
         # By default Ray gives its processes, and so the engine, a low priority.
         os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
-        return
+        return True
     report(f"connecting to the Ray cluster at {address}", None)
     try:
         ray.init(address=address, logging_level=logging.WARNING)
@@ -251,6 +256,24 @@ def connect(options: RayOptions, report: Callable[[str, float | None], None]) ->
             f"there is no Ray cluster at {address} that this machine may join: start one with "
             "ray start --head, and set RAY_AUTH_MODE=token if the cluster has a token"
         ) from None
+    return False
+
+
+def check_resources(config: ServeConfig, options: RayOptions) -> None:
+    """Refuse replicas that this machine has no room for. Ray would wait for other machines."""
+    available = ray.cluster_resources()
+    per_replica = (
+        ("CPU", "CPU cores", "--replica-cpus", options.replica_cpus),
+        ("GPU", "GPUs", "--replica-gpus", gpus_per_replica(config, options)),
+    )
+    for resource, name, flag, count in per_replica:
+        needed = options.replicas * count
+        found = available.get(resource, 0)
+        if needed > found:
+            raise ServeError(
+                f"--replicas {options.replicas} with {flag} {count:g} needs {needed:g} {name}, "
+                f"and this machine has {found:g}: lower one of the two options"
+            )
 
 
 def with_absolute_paths(config: ServeConfig) -> ServeConfig:
