@@ -1,5 +1,6 @@
 """Any two of twelve live requests can be told apart, also by colour-blind people: their colours
-differ by at least 20 in CIEDE2000, or their patterns differ."""
+differ by at least 20 in CIEDE2000, or their patterns differ. Text has enough contrast to what it is
+written on."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 SCRIPT = (Path(__file__).parents[2] / "octavo" / "web" / "colours.js").read_text()
 XYZ = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]])  # fmt: skip
@@ -90,3 +92,35 @@ def test_any_two_of_twelve_requests_differ() -> None:
                 close += 1
                 assert name != "normal" and one_striped != two_striped, (one, two, name, difference)
     assert close, "without close pairs no pattern would be needed"
+
+
+STYLE = (Path(__file__).parents[2] / "octavo" / "web" / "page.css").read_text()
+LIGHT = re.search(r":root \{(.*?)\n\}", STYLE, re.DOTALL)
+DARK = re.search(r"prefers-color-scheme: dark\) \{\s*:root \{(.*?)\}", STYLE, re.DOTALL)
+TEXTS = ("ink", "dim", "accent", "waiting", "prefill", "decode", "alarm", "tier", "done")
+GROUNDS = ("bg", "panel", "soft", "marked")
+PAIRS = [("on-accent", "accent"), ("on-prefill", "prefill"), ("cached-ink", "cached")]
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast of two colours, as the Web Content Accessibility Guidelines define it."""
+
+    def luminance(code: str) -> float:
+        parts = np.array([int(code[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+        linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+        return float(XYZ[1] @ linear)
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_on_every_ground(scheme: str) -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert LIGHT is not None and DARK is not None
+    variables = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", LIGHT[1]))
+    if scheme == "dark":
+        variables |= dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", DARK[1]))
+    pairs = [(text, ground) for text in TEXTS for ground in GROUNDS] + PAIRS
+    for text, ground in pairs:
+        assert contrast(variables[text], variables[ground]) >= 4.5, (text, ground)
