@@ -177,9 +177,25 @@ def throughput(
         run.set_fact(device=llm.device.type, dtype=str(llm.model_dtype).removeprefix("torch."))
         progress.update(task, description="warming up")
         llm.warm_up()
-        progress.update(task, description="measuring", total=len(names) * (1 + repeat))
-        for row in measure_rows(llm, names, repeat, lambda: progress.advance(task)):
+        runs = throughput_runs(names, repeat)
+
+        def advance() -> None:
+            progress.advance(task)
+            progress.update(task, description=f"measuring {next(following)}")
+
+        following = iter([*runs[1:], "nothing more"])
+        progress.update(task, description=f"measuring {runs[0]}", total=len(runs))
+        for row in measure_rows(llm, names, repeat, advance):
             run.add_row(**row)
+
+
+def throughput_runs(names: list[str], repeat: int) -> list[str]:
+    """Return what the progress bar calls each run of the workloads."""
+    return [
+        f"{name}, {f'run {number} of {repeat}' if number else 'warm-up'}"
+        for name in names
+        for number in range(1 + repeat)
+    ]
 
 
 @app.command()

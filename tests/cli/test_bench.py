@@ -15,6 +15,7 @@ from octavo import LLM
 from octavo.bench import measure_batching, workloads
 from octavo.bench.model_shapes import TINYLLAMA_1B
 from octavo.bench.workloads import HardwareRates, Workload, limit_seconds
+from octavo.cli.bench import throughput_runs
 from octavo.cli.options import load_llm
 from octavo.engine_options import EngineOptions
 from octavo.errors import OctavoError
@@ -269,3 +270,14 @@ def test_weight_formats_as_a_table_and_as_a_picture(
         )
     ]
     assert [shown.count(r["format"]) for r in rows] == [3, 3, 3]  # a point, and a bar in two charts
+
+
+def test_the_bar_of_throughput_names_every_run() -> None:
+    assert throughput_runs(["single", "four"], 2) == [
+        "single, warm-up",
+        "single, run 1 of 2",
+        "single, run 2 of 2",
+        "four, warm-up",
+        "four, run 1 of 2",
+        "four, run 2 of 2",
+    ]
