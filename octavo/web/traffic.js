@@ -58,7 +58,7 @@ async function send(fields) {
 const SCENARIOS = [
   [
     "burst",
-    "twelve short prompts at once, more than there are batch slots.",
+    "twelve short prompts at once. If there are fewer batch slots, some of them wait.",
     () => send({ prompt: [...STORIES, ...STORIES], max_tokens: 40 }),
   ],
   [
@@ -73,7 +73,7 @@ const SCENARIOS = [
   ],
   [
     "long replies",
-    "six prompts with long replies. The blocks run out, and some requests are preempted.",
+    "six prompts with long replies. If the pool is small, its blocks run out, and some requests are preempted.",
     () => send({ prompt: STORIES, max_tokens: 300 }),
   ],
   [

@@ -465,7 +465,7 @@ export function drawLegend(state, found) {
   const rest = num_blocks - layout.limit;
   setText(
     byId("wall-what"),
-    `${count(num_blocks)} blocks of ${block_size} tokens.${rest > 0 && !byRequest ? ` ${plural(rest, "more block")} were never used and are not shown.` : ""}`,
+    `${count(num_blocks)} blocks of ${block_size} tokens.${rest > 0 && !byRequest ? ` ${plural(rest, "block")} ${rest === 1 ? "was" : "were"} never used and ${rest === 1 ? "is" : "are"} not shown.` : ""}`,
   );
   byId("zoom").hidden = byRequest || (rest <= 0 && !isWhole);
   canvas.ariaLabel = `KV blocks: ${found.used} used, ${found.shared} of them shared, ${found.cached} cached, ${found.free} free`;
