@@ -138,6 +138,7 @@ export class Spans {
     this.steps = []; // Steps that have landed, in their order.
     this.places = new Map(); // Step number -> its place in `steps`, of steps in flight and the latest ones.
     this.preemptions = []; // The places of the steps that preempted a sequence.
+    this.sharings = []; // The lines with which a request got blocks that others hold.
     this.restarts = []; // The places of the first steps of engine processes but the first.
     this.plans = new Map(); // Step number -> its plan, while it is in flight.
     this.ttft = new Samples(); // Times to first token.
@@ -278,6 +279,9 @@ const handlers = {
       beneficiary: event.beneficiary,
       policy: state.settings.policy,
     });
+  },
+  shared(spans, event, state, at) {
+    if (event.blocks.some((block) => block && state.references[block] > 1)) spans.sharings.push(at);
   },
   finished: (spans, event, state, at) => endLane(spans, event, at, event.reason),
   failed: (spans, event, state, at) => endLane(spans, event, at, "error"),

@@ -64,7 +64,7 @@ const SCENARIOS = [
   [
     "shared prefix",
     "six prompts that begin with the same text. Their first blocks are shared.",
-    () => send({ prompt: QUESTIONS.map((question) => SHARED + question), max_tokens: 40 }),
+    () => send({ prompt: QUESTIONS.map((question) => SHARED + question), max_tokens: 80 }),
   ],
   [
     "long prompt",

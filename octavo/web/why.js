@@ -13,7 +13,7 @@ import {
   spell,
   updateChildren,
 } from "./draw.js";
-import { laneUpTo, lastLanded, percentile, stepUpTo } from "./spans.js";
+import { findLast, laneUpTo, lastLanded, percentile, stepUpTo } from "./spans.js";
 import {
   blockerOf,
   countBlocks,
@@ -142,9 +142,21 @@ function listOfShared(groups) {
 
 const numberOfBlocks = (groups) => groups.reduce((all, { blocks }) => all + blocks.length, 0);
 
-function explainSharing(state) {
+function explainSharing({ state, spans, history, index }) {
   const groups = groupShared(state);
-  if (!groups.length) return [];
+  if (!groups.length) {
+    const last = spans.sharings[findLast(spans.sharings, (at) => at <= index)];
+    if (last === undefined || last < history.first) return [];
+    return [
+      heading("Shared blocks"),
+      paragraph(
+        "No block is shared now. ",
+        // At the end of this step, the other owners may have ended.
+        link("Show when a request shared blocks last", last),
+        ". The page pauses there.",
+      ),
+    ];
+  }
   const number = numberOfBlocks(groups);
   const saved = groups.reduce((all, { blocks, owners }) => all + blocks.length * (owners.length - 1), 0);
   return [
@@ -762,9 +774,10 @@ function linkToStep({ number, engine, at }, { history }) {
 }
 
 // What explainNothing shows.
-function summaryOf({ state }) {
+function summaryOf({ state, spans, index }) {
   const live = [...state.sequences.values()];
   return {
+    sharing: findLast(spans.sharings, (at) => at <= index),
     isDemonstration: isDemonstration(),
     waiting: live
       .filter((seq) => seq.state === "waiting")
@@ -793,7 +806,7 @@ const GUIDE = [
   [
     "Which blocks are shared?",
     "shared prefix",
-    "In “KV blocks”, a shared block has a frame and the colours of its owners. This panel lists them below.",
+    "In “KV blocks”, a shared block has a frame and the colours of its owners. This panel lists them below, or leads to the step at which blocks were shared last.",
   ],
 ];
 
@@ -825,7 +838,7 @@ function explainNothing(page) {
   if (isDemonstration()) found.push(...guide());
   if (waiting.length) found.push(heading("Waiting requests"), chips(waiting));
   if (preempted.length) found.push(heading("Preempted requests"), chips(preempted));
-  found.push(...explainSharing(page.state));
+  found.push(...explainSharing(page));
   found.push(heading("Terms"), terms());
   return found;
 }

@@ -112,6 +112,23 @@ def test_requests_of_a_button_are_seen_although_the_page_was_paused(watched: Wat
     assert page.inner_text("#traffic + .facts").startswith("Sent: twelve short prompts")
 
 
+def test_blocks_that_were_shared_are_found_afterwards(watched: Watched) -> None:
+    page = watched.page
+    page.click("#tab-try")
+    page.click("#traffic button:has-text('steady traffic')")  # It is switched off.
+    page.click("#traffic button:has-text('shared prefix')")
+    page.wait_for_selector("#rows .state.decode")
+    page.wait_for_selector("#rows:not(:has(.state.decode, .state.prefill, .state.waiting))")
+    page.click("#tab-why")
+    page.click("#why button:has-text('Show when a request shared blocks last')")
+    page.wait_for_selector("#why .shared-blocks li")
+    assert is_paused(page)
+    shared = int(page.locator("#wall-legend li:has-text('shared')").inner_text().split()[0])
+    listed = page.locator("#why .shared-blocks .block-numbers button").count()
+    assert shared == listed > 0
+    assert watched.errors == []
+
+
 def test_blocks_that_the_limit_withholds_are_named(watched: Watched) -> None:
     page = watched.page
     legend = page.locator("#wall-legend li:has-text('withheld')")
