@@ -28,7 +28,7 @@ from octavo.bench.provenance import provenance
 from tests.clients.test_routers import ROUTERS, router
 from tests.serve.running import NAME, Running, server
 
-LATENCY_REQUESTS = 150
+LATENCY_REQUESTS = 1500
 CONVERSATIONS = 16
 TURNS = 6
 ROUNDS = 3  # of the multi-turn workload; routers and policies alternate
