@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,6 +21,7 @@ from octavo.serve.ray_serve.ray_options import RayOptions
 from octavo.serve.ray_serve.scaling import LoadPolicy
 from octavo.serve.serve_config import ServeConfig
 from octavo.serve.server import ServeError
+from tests.serve.running import free_port
 
 # A value of each option that is not its default, as a user writes it and as the server has it.
 OTHER_VALUES: dict[str, tuple[str, object]] = {
@@ -149,6 +151,27 @@ def test_replicas_that_have_no_room_on_this_machine_are_refused(
     raises = pytest.raises(ServeError, match=message) if message else contextlib.nullcontext()
     with raises:
         deploy.check_resources(ServeConfig(), RayOptions(ray=True, **options))
+
+
+def test_an_address_without_a_cluster_is_refused_before_ray_tries_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deploy = pytest.importorskip("octavo.serve.ray_serve.deploy", exc_type=ImportError)
+    tried: list[str] = []
+    monkeypatch.setattr(deploy.ray, "init", lambda address, **_: tried.append(address))
+    phases: list[str] = []
+    nothing = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ServeError, match=f"there is no Ray cluster at {nothing}"):
+        deploy.connect(
+            RayOptions(ray=True, ray_address=nothing), lambda text, _: phases.append(text)
+        )
+    assert phases == [f"connecting to the Ray cluster at {nothing}"] and not tried
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        found = f"127.0.0.1:{listener.getsockname()[1]}"
+        for address in (found, "auto", "ray://10.0.0.1:10001"):
+            options = RayOptions(ray=True, ray_address=address)
+            assert deploy.connect(options, lambda text, _: None) is False
+    assert tried == [found, "auto", "ray://10.0.0.1:10001"]
 
 
 def test_every_option_is_described() -> None:

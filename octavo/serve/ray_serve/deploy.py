@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -38,6 +39,7 @@ HEAD_NODE = {"node:__internal_head__": 0.001}  # The resource that only the head
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 # A replica that dies is replaced after this time, and its router learns of an engine's restart.
 CHECK_SECONDS = 2.0
+LISTENER_SECONDS = 5.0  # A Ray cluster accepts a connection within this time.
 SHUTDOWN_SECONDS = 10.0  # The processes of a deployment have this time to end, after draining.
 PREFIX_ROUTER = "octavo.serve.ray_serve.prefix_router:PrefixRouter"
 TURN_ROUTER = "octavo.serve.ray_serve.prefix_router:TurnRouter"
@@ -250,13 +252,21 @@ def connect(options: RayOptions, report: Callable[[str, float | None], None]) ->
         return True
     report(f"connecting to the Ray cluster at {address}", None)
     try:
+        check_listener(address)
         ray.init(address=address, logging_level=logging.WARNING)
-    except ConnectionError:
+    except OSError:
         raise ServeError(
             f"there is no Ray cluster at {address} that this machine may join: start one with "
             "ray start --head, and set RAY_AUTH_MODE=token if the cluster has a token"
         ) from None
     return False
+
+
+def check_listener(address: str) -> None:
+    """Raise OSError if nothing listens at HOST:PORT. Ray would try again for minutes."""
+    host, _, port = address.rpartition(":")
+    if "/" not in host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), LISTENER_SECONDS).close()
 
 
 def check_resources(config: ServeConfig, options: RayOptions) -> None:
