@@ -149,9 +149,10 @@ export const page = {
   },
 
   findSequence(id) {
-    return (
-      this.state?.sequences.get(id) ?? this.state?.ended.findLast((seq) => seq.id === id) ?? null
-    );
+    if (!this.state) return null;
+    const { sequences, ended, compiling } = this.state;
+    const holds = (seq) => seq.id === id;
+    return sequences.get(id) ?? ended.findLast(holds) ?? [...compiling.values()].find(holds) ?? null;
   },
 
   // Returns the index of the last line up to the end of a step of an engine process for which

@@ -36,7 +36,7 @@ export function onRequests(listeners) {
   ({ select, hover, redraw } = listeners);
 }
 
-const keyOf = (seq) => (seq.id ? `${seq.id}` : `compiling ${seq.request}`);
+const keyOf = (seq) => `${seq.id}`;
 
 function newRow(key) {
   const tr = element("tr");
@@ -53,12 +53,12 @@ function newRow(key) {
   tr.append(...cells);
   tr.tabIndex = 0;
   const row = { key, tr, cells, meter, bars, note, word, often, look: "" };
-  tr.addEventListener("click", () => row.seq.id && select(row.seq.id));
+  tr.addEventListener("click", () => select(row.seq.id));
   tr.addEventListener(
     "keydown",
     (event) =>
       (event.key === "Enter" || event.key === " ") &&
-      (event.preventDefault(), row.seq.id && select(row.seq.id)),
+      (event.preventDefault(), select(row.seq.id)),
   );
   tr.addEventListener("pointerenter", () => hover(row.seq.id));
   tr.addEventListener("pointerleave", () => hover(0));
@@ -113,8 +113,8 @@ function fill(row, state, marks) {
     row.cells[0].title = seq.request;
   }
   row.tr.className = [
-    marks.selected === seq.id && seq.id ? "selected" : "",
-    marks.hovered === seq.id && seq.id ? "hovered" : "",
+    marks.selected === seq.id ? "selected" : "",
+    marks.hovered === seq.id ? "hovered" : "",
     marks.isMine(seq.request) ? "mine" : "",
     seq.ended === undefined ? "" : "over",
   ].join(" ");
@@ -162,24 +162,6 @@ function fill(row, state, marks) {
 }
 
 export function drawRequests(state, marks) {
-  const compiling = [...state.compiling.values()].map(({ request, prompt }) => ({
-    id: 0,
-    label: -1,
-    name: 0,
-    request,
-    state: "compiling",
-    prompt,
-    limit: prompt,
-    generated: 0,
-    computed: 0,
-    dropped: 0,
-    cached: 0,
-    preemptions: 0,
-    priority: 0,
-    tenant: "",
-    table: [],
-    step: 0,
-  }));
   const live = [...state.sequences.values()].sort(
     (a, b) =>
       (a.state === "waiting") - (b.state === "waiting") || a.name - b.name || a.index - b.index,
@@ -188,7 +170,7 @@ export function drawRequests(state, marks) {
   const chosen = live.filter(isChosen);
   const shown = [
     ...chosen.slice(0, SHOWN_LIVE),
-    ...compiling.filter(isChosen),
+    ...[...state.compiling.values()].filter(isChosen),
     ...state.ended.filter(isChosen).slice(-SHOWN_ENDED).reverse(),
   ];
   const unlisted = chosen.length - SHOWN_LIVE;

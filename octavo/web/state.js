@@ -10,6 +10,10 @@ export const NO_FREE_SLOT = "every batch slot is in use"; // octavo/core/reasons
 export const NO_FREE_BLOCK = "no block was free"; // octavo/core/reasons.py
 export const TOO_FEW_BLOCKS = "there are too few free blocks for it"; // octavo/core/reasons.py
 
+// A request has no sequence while its structured output is compiled, and none if it is refused. Such
+// requests have negative ids: refused ones are above -COMPILING.
+const COMPILING = 2 ** 40;
+
 // The fields of lines that the page adds to the history itself.
 const OWN_FIELDS = {
   gap: ["missed"],
@@ -249,8 +253,20 @@ const handlers = {
       admitted: null,
     });
   },
-  compiling(state, { request, prompt, time }) {
-    state.compiling.set(request, { request, prompt, time });
+  compiling(state, { request, prompt, time, step, number }) {
+    const entry = newSequence({
+      id: -(COMPILING + number),
+      name: 0,
+      request,
+      state: "compiling",
+      prompt,
+      limit: prompt,
+      priority: 0,
+      tenant: "",
+      arrival: time,
+      step,
+    });
+    state.compiling.set(request, entry);
   },
   refused(state, { request, reason, time, step }) {
     state.compiling.delete(request);
@@ -267,7 +283,7 @@ const handlers = {
     addEnded(
       state,
       newSequence({
-        id: -state.counters.refused, // It has no sequence, whose id would be positive.
+        id: -state.counters.refused,
         label: -1,
         name: 0,
         request,

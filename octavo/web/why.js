@@ -343,6 +343,7 @@ function placeInQueue(seq, state) {
 
 function explainState(seq, state, page) {
   if (seq.ended !== undefined) return explainEnd(seq, state);
+  if (seq.state === "compiling") return explainCompilation(state);
   if (seq.state === "waiting") {
     const title = seq.preemptions ? "Why does it wait again?" : "Why does it wait?";
     return [heading(title), ...explainWait(seq, state)];
@@ -355,6 +356,15 @@ function explainState(seq, state, page) {
   if (seq.state === "prefill") return explainPrefill(seq, state, inPlan);
   return explainDecode(seq, state, page);
 }
+
+const explainCompilation = ({ about }) => [
+  heading("Why does it wait?"),
+  element("p", "rule", "Its structured output is being compiled."),
+  paragraph(
+    "A schema, grammar or regular expression is compiled before its request is queued. A thread of its own does this, so that other requests go on. The result is kept for later requests with the same one.",
+  ),
+  sourceLine(about.server_sources?.compiling),
+];
 
 const explainRule = (reason, seq, state) => [
   element("p", "rule", `${capitalised(wordsOfReason(reason, state))}.`),
@@ -487,7 +497,7 @@ function explainRefusal(reason, state) {
 }
 
 const ruleOfRefusal = (code, state) => (REFUSALS[code] ? paragraph(REFUSALS[code](state)) : null);
-const sourceOfRefusal = (code, state) => sourceLine(state.about.refusals?.[code]);
+const sourceOfRefusal = (code, state) => sourceLine(state.about.server_sources?.[code]);
 
 // ---- the first wait -----------------------------------------------------------------------------
 
@@ -673,7 +683,7 @@ function wordsOfMerged({ event, repeated }, name) {
 }
 
 function lifeOf(seq, page) {
-  if (seq.id < 0) return []; // A refused request has no further event.
+  if (seq.id < 0) return []; // It has no sequence, and so no events of one.
   const list = element("ul", "plain life");
   const events = mergeEvents(page.eventsOf(seq.id, MOST_EVENTS));
   for (const merged of events.slice(-MOST_LINES)) {

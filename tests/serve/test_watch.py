@@ -27,7 +27,7 @@ from octavo.serve.channel.messages import WatchEvents
 from octavo.serve.endpoints import live_controls, live_feed
 from octavo.serve.endpoints.live_feed import WatchEndpoint
 from octavo.serve.endpoints.live_page import PAGE
-from octavo.serve.engine.refusal_sources import RAISED_IN
+from octavo.serve.engine.server_sources import DECIDED_IN
 from octavo.serve.front.event_buffer import EventBuffer, EventReader
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.limits import Limits
@@ -225,10 +225,10 @@ def test_the_numbers_of_a_refusal_and_its_source_are_shown(running: Running) -> 
     context = f"the context holds {about['max_model_len']}"
     assert refused[5].startswith("400 context_length_exceeded: ") and context in refused[5]
     assert "xyzzy" not in refused[5]
-    assert set(about["refusals"]) == set(RAISED_IN), "each statement is found in the source"
-    for code, source in about["refusals"].items():
+    assert set(about["server_sources"]) == set(DECIDED_IN), "each statement is found in the source"
+    for key, source in about["server_sources"].items():
         line = (ROOT / source["path"]).read_text().splitlines()[source["line"] - 1]
-        assert RAISED_IN[code][1] in line and line.strip() in source["code"]
+        assert DECIDED_IN[key][1] in line and line.strip() in source["code"]
 
 
 def test_no_text_and_no_token_goes_out(running: Running) -> None:

@@ -24,6 +24,7 @@ from octavo.core.event_recorder import read_recording
 from octavo.core.event_stream import EventStream
 from octavo.core.reasons import NOT_ENOUGH_BLOCKS
 from octavo.core.simulate import EMBEDDED_CPU, VirtualClock
+from octavo.events import GuideStarted
 from octavo.lessons.catalog import LESSONS
 from octavo.lessons.lesson import run_lesson
 from octavo.lessons.scenario import BASE_OPTIONS
@@ -473,6 +474,29 @@ def test_a_slow_token_is_explained_by_prompts_of_other_requests_alone(browser: B
         page.wait_for_selector("#why .title .chip:text-is('B')")
         assert "It generates one token per step." in page.inner_text("#why")
         assert page.locator("#why .callout").count() == 0, "its own prompt was computed"
+        assert watched.errors == []
+        watched.close()
+
+
+def test_a_request_whose_guide_is_compiled_is_explained(browser: Browser) -> None:
+    engine = make_engine(64, 4, rows=4, budget=64, depth=1)
+    parts: list[bytes] = []
+    stream = EventStream(engine)
+    stream.open(lambda lines, is_start: parts.append(lines))
+    engine.events.emit(GuideStarted("guided", 12))
+    engine.add(Request("other", [1, 2, 3], SamplingParams(max_tokens=4)))
+    engine.step()
+    stream.flush()
+    with replayed([b"".join(parts)]) as address:
+        watched = Watched(browser, address)
+        page = watched.page
+        page.wait_for_selector("body[data-ready]")
+        page.keyboard.press("End")
+        page.locator("#rows tr:has(.state.compiling)").click()
+        page.wait_for_selector("#why .rule:text-is('Its structured output is being compiled.')")
+        assert page.locator("#rows tr.selected").count() == 1
+        page.locator("#rows tr:not(:has(.state.compiling))").click()
+        page.wait_for_selector("#why .title .chip:text-is('A')")
         assert watched.errors == []
         watched.close()
 

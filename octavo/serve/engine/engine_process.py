@@ -66,8 +66,8 @@ from octavo.serve.channel.messages import (
     WatchEvents,
 )
 from octavo.serve.channel.sockets import EngineLink
-from octavo.serve.engine.refusal_sources import refusal_sources
 from octavo.serve.engine.request_tracer import RequestTracer
+from octavo.serve.engine.server_sources import server_sources
 from octavo.serve.engine.step_reports import LongSteps, StepCounts
 from octavo.serve.process import return_free_memory
 from octavo.types import Guide, Output, Request, Sequence
@@ -659,8 +659,8 @@ def main(end: str, stacks: int) -> int:
         llm.warm_up()
         kv_publisher = open_kv_publisher(start, llm.engine)
         stream = llm.streams.stream_of(llm.engine)
-        sources = refusal_sources().items()
-        stream.about["refusals"] = {code: source._asdict() for code, source in sources}
+        sources = server_sources().items()
+        stream.about["server_sources"] = {key: source._asdict() for key, source in sources}
         if start.options.record_events is not None:
             stream.open(EventRecorder(start.options.record_events))
     except OctavoError as error:

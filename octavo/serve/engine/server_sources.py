@@ -1,7 +1,7 @@
-"""Where the API server refuses requests: for the code of an error, the line of the source.
+"""Where the server decides about requests outside the scheduler: the lines of the source.
 
-The live page shows it when it explains a refusal. The files are read as text, because the engine
-process does not import the API server.
+The live page shows them when it explains a refusal, or a request whose structured output is being
+compiled. The files are read as text, because the engine process does not import the API server.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import Path
 from octavo.core.decision_sources import SourceLine, lines_with
 
 PACKAGE = Path(__file__).parents[2]
-# The code of an error -> the file that raises it, and the beginning of the statement.
-RAISED_IN = {
+# The code of an error, or "compiling" -> the file, and the beginning of the statement.
+DECIDED_IN = {
+    "compiling": ("serve/engine/engine_process.py", "self.held[message.id] ="),
     "context_length_exceeded": ("serve/api/validate.py", "raise prompt_too_long("),
     "kv_capacity_exceeded": ("serve/api/validate.py", "raise invalid_field(param, str(KVCapacity"),
     "queue_full": ("serve/front/queue_bound.py", "raise queue_full("),
@@ -25,16 +26,16 @@ RAISED_IN = {
 
 
 @cache
-def refusal_sources() -> dict[str, SourceLine]:
-    """Return the code of an error -> the line that raises it. It is empty where there is no source
+def server_sources() -> dict[str, SourceLine]:
+    """Return the lines by the keys of DECIDED_IN. The result is empty where there is no source
     code."""
     found: dict[str, SourceLine] = {}
-    for code, (path, statement) in RAISED_IN.items():
+    for key, (path, statement) in DECIDED_IN.items():
         file = PACKAGE / path
         if not file.exists():
             continue
         lines = file.read_text(encoding="utf-8").splitlines()
         places = lines_with(f"octavo/{path}", lines, re.compile(re.escape(statement)))
         if places:
-            found[code] = places[0]
+            found[key] = places[0]
     return found
