@@ -263,7 +263,7 @@ def test_errors_name_the_fields_of_this_api(running: Running) -> None:
         ({"input": [{"type": "computer_call"}]}, "input.0.type"),
         ({"instructions": "x", "input": [{"role": "user", "content": 5}]}, "input.0.content"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "mcp"}]}, "tools.0.type"),
         ({"tools": [{"type": "function", "name": "f f"}]}, "tools.0.name"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"metadata": {"a": "b" * 600}}, "metadata"),
@@ -280,6 +280,44 @@ def test_a_prompt_that_does_not_fit_is_truncated_if_the_client_says_so(running: 
     )
     cut = running.post(PATH, {**BASE, "input": LONG, "truncation": "auto"})
     assert cut.status_code == 200 and int(cut.headers["x-truncated-tokens"]) > 900
+
+
+def test_tools_that_clients_offer_with_every_request_are_left_out(running: Running) -> None:
+    offered = [
+        {"type": "namespace", "name": "agents", "tools": [TOOLS[0]]},
+        *TOOLS,
+        {"type": "web_search", "external_web_access": False},
+    ]
+    body = {**BASE, "tools": offered, "tool_choice": "auto"}
+    reply = running.post(PATH, body)
+    assert reply.status_code == 200, reply.text
+    ignored = reply.headers["x-ignored-params"].replace(" ", "").split(",")
+    assert {"tools.namespace", "tools.web_search"} <= set(ignored)
+    alone = running.post(PATH, {**BASE, "tools": [offered[0]], "tool_choice": "auto"})
+    assert alone.status_code == 200, alone.text
+    demanded = {**BASE, "tools": [offered[0]], "tool_choice": "required"}
+    check_error(running.post(PATH, demanded), 400, "tool_choice")
+
+
+def test_the_model_sees_the_functions_alone() -> None:
+    offered = [{"type": "custom", "name": "apply_patch"}, *TOOLS]
+    translation, _ = to_chat(ResponsesRequest(input="x", tools=offered), [], Limits())
+    given = translation.chat.tools or []
+    assert [one["function"]["name"] for one in given] == [one["name"] for one in TOOLS]
+
+
+def test_an_error_names_the_place_of_a_tool_among_all_that_were_given(running: Running) -> None:
+    wrong = {"type": "function", "name": "not a name"}
+    tools = [{"type": "local_shell"}, *TOOLS, {"type": "custom", "name": "x"}, wrong]
+    found = running.post(PATH, {**BASE, "tools": tools})
+    check_error(found, 400, f"tools.{len(tools) - 1}.name")
+    assert f"tools.{len(tools) - 1}.name" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["mcp", "file_search", "code_interpreter", "nonsense"])
+def test_tools_that_the_answer_depends_on_are_refused(running: Running, kind: str) -> None:
+    tools = [{"type": "web_search"}, {"type": kind}]
+    check_error(running.post(PATH, {**BASE, "tools": tools}), 400, "tools.1.type")
 
 
 def test_allowed_tools_are_the_only_ones() -> None:

@@ -54,6 +54,23 @@ METADATA_PAIRS = 16
 METADATA_NAME = 64  # characters
 METADATA_VALUE = 512  # characters
 CHOICES = "none, auto, required, a function or allowed_tools"
+# Types of tools that clients such as Codex offer with every request. The model answers without
+# them. Tools of other types name data or servers that the answer depends on, and are refused.
+LEFT_OUT = (
+    "apply_patch",
+    "computer",
+    "computer_use_preview",
+    "custom",
+    "image_generation",
+    "local_shell",
+    "namespace",
+    "shell",
+    "tool_search",
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+)
 
 # ---- requests ------------------------------------------------------------------------------------
 
@@ -67,13 +84,17 @@ def to_chat(
     """
     check_metadata(body.metadata)
     conversation = Conversation()
-    fields = FieldNames(NAMES, conversation.places)
+    given_tools = functions(body.tools or [])
+    fields = FieldNames(tool_places(given_tools) | NAMES, conversation.places)
     for place in ("reasoning", "text"):
         note_members(fields, place, getattr(body, place), RESPONSES_MEMBERS[place])
     if isinstance(body.tool_choice, dict):
         note_members(fields, "tool_choice", body.tool_choice, RESPONSES_MEMBERS["tool_choice"])
     for each in body.tools or []:
-        note_members(fields, "tools", each, RESPONSES_MEMBERS["tools"])
+        if each.get("type") in LEFT_OUT:
+            fields.ignored.append(f"tools.{each['type']}")
+        else:
+            note_members(fields, "tools", each, RESPONSES_MEMBERS["tools"])
     for message in earlier:
         conversation.append(message, "previous_response_id")
     for i, item in enumerate(input_items(body.input, limits)):
@@ -82,8 +103,9 @@ def to_chat(
     if body.instructions:
         conversation.messages.insert(0, {"role": "system", "content": body.instructions})
         conversation.places.insert(0, "instructions")
-    tools = [tool(given) for given in body.tools or []]
-    choice, tools = tool_choice(body.tool_choice, tools)
+    choice, tools = tool_choice(body.tool_choice, list(given_tools.values()))
+    if not tools and body.tools and choice in ("auto", "none"):
+        choice = None  # The chat request has no tools to choose from.
     included = body.include or []
     if any(name != LOGPROBS for name in included):
         fields.ignored.append("include")
@@ -153,6 +175,23 @@ def add_item(conversation: Conversation, item: dict[str, Any], place: str) -> No
             f"the type {kind!r:.64} needs a tool or a store that this server does not have: use "
             "the types message, function_call, function_call_output and reasoning",
         )
+
+
+def functions(given: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the tools of the chat request by their places among those of the client, without those
+    that are left out."""
+    return {
+        place: tool(each) for place, each in enumerate(given) if each.get("type") not in LEFT_OUT
+    }
+
+
+def tool_places(tools: dict[int, dict[str, Any]]) -> dict[str, str]:
+    """Return the names of FieldNames for tools whose places have changed."""
+    moved = {number: place for number, place in enumerate(tools) if number != place}
+    return {
+        rf"tools\.{number}(\.function)?": f"tools.{place}"
+        for number, place in reversed(moved.items())
+    }
 
 
 def tool(given: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,12 @@ from octavo.serve.api.message_schemas import (
     typed_object,
 )
 from octavo.serve.api.ollama_api import OPTIONS
-from octavo.serve.api.openai_responses import METADATA_NAME, METADATA_PAIRS, METADATA_VALUE
+from octavo.serve.api.openai_responses import (
+    LEFT_OUT,
+    METADATA_NAME,
+    METADATA_PAIRS,
+    METADATA_VALUE,
+)
 from octavo.serve.api.protocol import (
     BatchChatRequest,
     BatchRequest,
@@ -128,6 +133,7 @@ def responses_bounds(limits: Limits, general: dict[str, Schema]) -> dict[str, Sc
         for form in general["response_format"]["anyOf"]
         if form.get("properties", {}).get("type") != {"const": "json_schema"}
     ]
+    left_out = typed_object({"type": {"enum": list(LEFT_OUT)}}, "type")
     named = {"type": "array", "minItems": 1, "items": NAMED}
     choices = [
         {"enum": MODES},
@@ -142,7 +148,7 @@ def responses_bounds(limits: Limits, general: dict[str, Schema]) -> dict[str, Sc
                 {"type": "array", "minItems": 1, "maxItems": limits.parts, "items": INPUT_ITEM},
             ]
         },
-        "tools": {"maxItems": limits.tools, "items": FLAT_TOOL},
+        "tools": {"maxItems": limits.tools, "items": {"anyOf": [FLAT_TOOL, left_out]}},
         "tool_choice": {"anyOf": choices},
         "text": optional(typed_object({"format": {"anyOf": [schema, *others]}})),
         "reasoning": optional(typed_object(EFFORT)),

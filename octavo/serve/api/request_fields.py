@@ -308,7 +308,8 @@ RESPONSES = (
     _both(HONOURED, "max_output_tokens", "the largest number of tokens in the reply"),
     _both(HONOURED, "stream", "true makes the reply a stream of events", False),
     _both(HONOURED, "tools",
-          "the functions that the model may call; the server has no built-in tools", []),
+          "the functions that the model may call; x-ignored-params names tools that clients offer "
+          "and this server does not have, such as web_search", []),
     _both(HONOURED, "tool_choice", "whether the model may or must call a tool"),
     _both(HONOURED, "parallel_tool_calls", "false limits the reply to one call of a tool", True),
     _both(HONOURED, "text",

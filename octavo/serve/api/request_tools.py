@@ -224,7 +224,7 @@ def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, A
         if tool.get("type") != "function":
             raise invalid_field(
                 f"{where}.type",
-                f"{where}.type must be function: this server has no built-in tools",
+                f"{where}.type must be function: this server runs no tools itself",
             )
         function = tool.get("function")
         where = f"{where}.function"
