@@ -45,7 +45,7 @@ WHY = re.compile(
         "only with stream: true", "cannot be streamed", "needs logprobs", "tool_choice needs tools",
         "is for beam search", "not supported with beam search", "search does not support",
         "two tools have the name", "has no tool with this name", "can only be JSON",
-        "both say what the text must match", "specify different outputs", "exclude each other", "no token is left", "two keys for token",
+        "both say what the text must match", "specify different outputs", "exclude each other", "no token is left", "no token could be generated", "two keys for token",
         r"min_tokens.* must not exceed", r"best_of must be in \[", "must be 1 at temperature 0", "n x prompts", "x prompts can",
         "prompt logprobs, but at most", "continue_final_message", "tool_calls",
         "computes no embeddings", "names no tool of the request",
