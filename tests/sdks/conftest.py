@@ -8,6 +8,7 @@ another one: OCTAVO_TEST_PYTHON, or .venv. `make test-clients` sets up both.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -55,6 +56,16 @@ def server(folder: Path, port: str, arguments: list[str]) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(30)
+
+
+@pytest.fixture(autouse=True)
+def garbage_is_collected_between_tests() -> Iterator[None]:
+    """litellm leaves streams open. If the garbage collector closes one while another request holds
+    the lock of httpcore's connection pool, that thread waits for itself."""
+    gc.disable()
+    yield
+    gc.collect()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
