@@ -140,7 +140,8 @@ def router_kill(results: list[Result]) -> str:
             line["router"],
             f"{line['failed']} of {line['requests']}",
             f"{line['last_failure_s']:.1f}" if line["failed"] else "none",
-            f"{line['slowest_ms'] / line['median_before_ms']:.0f}",
+            f"{line['median_before_ms']:.0f}",
+            f"{line['slowest_ms']:,.0f}",
         ]
         for result in results
         for line in result["kill"]
@@ -149,7 +150,8 @@ def router_kill(results: list[Result]) -> str:
         "router",
         "requests that failed after the kill",
         "last failure, s after the kill",
-        "slowest request, relative to the median before",
+        "median before the kill, ms",
+        "slowest request after it, ms",
     ]
     return page_table(columns, rows, results)
 
