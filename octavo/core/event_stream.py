@@ -110,7 +110,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "settings": ("settings",),
 }  # fmt: skip
 
-FLUSH_SECONDS = 0.05  # Lines are passed on at most this often while steps are running.
+# While steps are running, lines are passed on at most this often. The page is drawn ten times per
+# second, and each time costs two system calls and wakes the reader.
+FLUSH_SECONDS = 0.1
 MAX_RECORDS = 4096  # At most this many lines are kept before they are passed on.
 # A snapshot is due when the lines since the last snapshot have this many bytes, and this many times
 # its size.
