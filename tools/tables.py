@@ -161,7 +161,7 @@ def compare(results: list[Result]) -> str:
     rows = []
     for result in results:
         for line in rows_of(result):
-            name = "**Octavo**" if line["name"] == "octavo" else line["name"]
+            name = line["name"].replace("octavo", "**Octavo**").replace("-drafts", " with drafts")
             rows.append(
                 [
                     f"{name} {line['version']}",

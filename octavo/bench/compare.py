@@ -37,6 +37,7 @@ from octavo.errors import OctavoError
 
 WORKER = Path(__file__).parent / "peers" / "peer_worker.py"
 OURS = "octavo"
+OURS_WITH_DRAFTS = "octavo-drafts"
 WORKLOADS = ("decode", "prefill", "streams")
 SHORT_PROMPT = 32
 LONG_PROMPT = 512
@@ -303,9 +304,10 @@ class Comparison:
 
 
 def bars_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return for each workload the best peer, and how many times as fast Octavo is."""
+    """Return for each workload the best peer, and how many times as fast Octavo is. No engine
+    drafts in this comparison."""
     ours = next((row for row in rows if row["name"] == OURS), None)
-    peers = [row for row in rows if row["name"] != OURS]
+    peers = [row for row in rows if row["name"] not in (OURS, OURS_WITH_DRAFTS)]
     if ours is None or not peers:
         return {}
     found = {}

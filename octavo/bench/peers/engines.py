@@ -17,9 +17,10 @@ CONTEXT = 4096  # tokens of all sequences of a call
 
 
 class OctavoEngine:
-    """Octavo as its users call it, without prefix cache: each prompt is computed."""
+    """Octavo without prefix cache and without drafts, as the others: each token is computed."""
 
     weights = "4-bit"
+    drafts = "off"
 
     def __init__(self, models: Path, threads: int):
         import torch
@@ -30,7 +31,11 @@ class OctavoEngine:
         self.version = __version__
         self.new_params = SamplingParams
         self.llm = LLM(
-            max_num_seqs=16, max_model_len=2048, enable_prefix_caching=False, progress=False
+            max_num_seqs=16,
+            max_model_len=2048,
+            enable_prefix_caching=False,
+            speculative_config=self.drafts,
+            progress=False,
         )
         self.llm.warm_up()
 
@@ -38,6 +43,12 @@ class OctavoEngine:
         params = self.new_params(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
+
+
+class OctavoDraftingEngine(OctavoEngine):
+    """Octavo with its default drafts, which give the same tokens."""
+
+    drafts = "auto"
 
 
 class TransformersEngine:
@@ -259,6 +270,7 @@ class VllmEngine:
 
 ENGINES: dict[str, Callable[[Path, int], Any]] = {
     "octavo": OctavoEngine,
+    "octavo-drafts": OctavoDraftingEngine,
     "transformers": TransformersEngine,
     "llama.cpp": LlamaCppEngine,
     "llama.cpp-q4_1": LlamaCppStoredEngine,
@@ -270,6 +282,7 @@ ENGINES: dict[str, Callable[[Path, int], Any]] = {
 # The package that must be importable for an engine.
 PACKAGES = {
     "octavo": "octavo",
+    "octavo-drafts": "octavo",
     "transformers": "transformers",
     "llama.cpp": "llama_cpp",
     "llama.cpp-q4_1": "llama_cpp",
