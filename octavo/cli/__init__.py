@@ -20,8 +20,8 @@ from octavo.cli import status
 QUICK = ("-h", "--help", "--version")
 
 
-# Commands that run for days: their log says when something happened.
-TIMED = ("serve",)
+# Commands that run for days. Their log lines have the time.
+COMMANDS_WITH_TIMESTAMPS = ("serve",)
 
 
 class OneLine(logging.Formatter):
@@ -62,7 +62,9 @@ def main(program: str | None = None) -> None:
         status.begin(f"octavo {arguments[0]}: starting")
     handler = logging.StreamHandler()
     if not os.environ.get("OCTAVO_DEBUG"):
-        handler.setFormatter(OneLine(has_time=bool(arguments) and arguments[0] in TIMED))
+        handler.setFormatter(
+            OneLine(has_time=bool(arguments) and arguments[0] in COMMANDS_WITH_TIMESTAMPS)
+        )
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     sys.unraisablehook = interrupt_again
     from octavo.cli.commands import COMMANDS, application

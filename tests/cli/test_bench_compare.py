@@ -79,6 +79,15 @@ def test_engines_take_turns_and_those_that_fail_are_named(octavo: Octavo, tmp_pa
     assert "partial result" in result.stdout
 
 
+def test_octavo_with_drafts_is_not_among_the_others() -> None:
+    speeds = {"octavo": 2.0, "octavo-drafts": 9.0, "llama.cpp": 1.0}
+    rows = [
+        {"name": name, **{workload: {"median": speed} for workload in compare.WORKLOADS}}
+        for name, speed in speeds.items()
+    ]
+    assert compare.bars_of(rows)["decode"] == {"best_peer": "llama.cpp", "ratio": 2.0}
+
+
 def test_the_rounds_that_were_measured_survive_an_interrupt(
     octavo: Octavo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

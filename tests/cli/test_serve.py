@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from octavo.cli import TIMED, OneLine, app
+from octavo.cli import COMMANDS_WITH_TIMESTAMPS, OneLine, app
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 from octavo.option_declaration import flag_of, option_declarations
@@ -299,4 +299,4 @@ def test_lines_of_the_servers_log_have_the_time(has_time: bool) -> None:
     line = OneLine(has_time).format(record)
     time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d " if has_time else ""
     assert re.fullmatch(time + "info: GET /livez", line)
-    assert "serve" in TIMED
+    assert "serve" in COMMANDS_WITH_TIMESTAMPS

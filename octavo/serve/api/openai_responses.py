@@ -56,7 +56,7 @@ METADATA_VALUE = 512  # characters
 CHOICES = "none, auto, required, a function or allowed_tools"
 # Types of tools that clients such as Codex offer with every request. The model answers without
 # them. Tools of other types name data or servers that the answer depends on, and are refused.
-LEFT_OUT = (
+IGNORED_TOOL_TYPES = (
     "apply_patch",
     "computer",
     "computer_use_preview",
@@ -91,7 +91,7 @@ def to_chat(
     if isinstance(body.tool_choice, dict):
         note_members(fields, "tool_choice", body.tool_choice, RESPONSES_MEMBERS["tool_choice"])
     for each in body.tools or []:
-        if each.get("type") in LEFT_OUT:
+        if each.get("type") in IGNORED_TOOL_TYPES:
             fields.ignored.append(f"tools.{each['type']}")
         else:
             note_members(fields, "tools", each, RESPONSES_MEMBERS["tools"])
@@ -181,7 +181,9 @@ def functions(given: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the tools of the chat request by their places among those of the client, without those
     that are left out."""
     return {
-        place: tool(each) for place, each in enumerate(given) if each.get("type") not in LEFT_OUT
+        place: tool(each)
+        for place, each in enumerate(given)
+        if each.get("type") not in IGNORED_TOOL_TYPES
     }
 
 

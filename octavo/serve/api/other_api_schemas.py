@@ -31,7 +31,7 @@ from octavo.serve.api.message_schemas import (
 )
 from octavo.serve.api.ollama_api import OPTIONS
 from octavo.serve.api.openai_responses import (
-    LEFT_OUT,
+    IGNORED_TOOL_TYPES,
     METADATA_NAME,
     METADATA_PAIRS,
     METADATA_VALUE,
@@ -133,7 +133,7 @@ def responses_bounds(limits: Limits, general: dict[str, Schema]) -> dict[str, Sc
         for form in general["response_format"]["anyOf"]
         if form.get("properties", {}).get("type") != {"const": "json_schema"}
     ]
-    left_out = typed_object({"type": {"enum": list(LEFT_OUT)}}, "type")
+    left_out = typed_object({"type": {"enum": list(IGNORED_TOOL_TYPES)}}, "type")
     named = {"type": "array", "minItems": 1, "items": NAMED}
     choices = [
         {"enum": MODES},
