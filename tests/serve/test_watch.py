@@ -411,6 +411,41 @@ def test_a_page_opened_as_the_grace_time_ends_keeps_its_lines(
     asyncio.run(run())
 
 
+def test_a_page_gets_a_new_state_before_lines_that_follow_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_feed, "INTERVAL", 60.0)
+    sent: list[str] = []
+
+    class Page:
+        async def send_text(self, text: str) -> None:
+            await asyncio.sleep(0.01)  # The other task may run in between.
+            sent.append(text)
+
+    async def run() -> None:
+        endpoint = WatchEndpoint(Front(ServeConfig()))
+        page: Any = Page()
+        sender = live_feed.Sender(endpoint, page)
+        tasks = [
+            asyncio.create_task(sender.send_states()),
+            asyncio.create_task(sender.send_lines()),
+        ]
+        await asyncio.sleep(0.1)
+        endpoint.front.client.supervisor.phase = "ready"
+        endpoint.buffer.add(b"[1]\n", is_start=True)
+        await asyncio.sleep(0.1)
+        endpoint.buffer.add(b"[2]\n", is_start=False)
+        await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    assert [text[0] for text in sent] == ["{", "{", "[", "["]
+    phases = [json.loads(text)["server"]["phase"] for text in sent[:2]]
+    assert phases == ["starting", "ready"]
+
+
 def test_watchers_are_bounded(running: Running) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(8):

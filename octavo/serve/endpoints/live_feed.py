@@ -4,7 +4,8 @@
     ["arrived", 12, 3, 45678, ...]                      lines of the event stream
 
 octavo/core/event_stream.py describes the lines. The first one is a snapshot. `server` equals the
-reply of /readyz. `model` is null until the model is loaded.
+reply of /readyz. `model` is null until the model is loaded. A client never gets lines before the
+state in which the engine sent them.
 
 The engine sends lines only while a page is open, and for a short time afterwards, so that a page
 that is reloaded shows the same again. The API server keeps the latest lines for pages that are
@@ -92,9 +93,10 @@ class WatchEndpoint:
 
     async def _serve(self, socket: WebSocket) -> None:
         """Send both kinds of messages until the client disconnects."""
+        sender = Sender(self, socket)
         tasks = {
-            asyncio.create_task(self._send_states(socket)),
-            asyncio.create_task(self._send_lines(socket)),
+            asyncio.create_task(sender.send_states()),
+            asyncio.create_task(sender.send_lines()),
             asyncio.create_task(self._listen(socket)),
         }
         done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -102,25 +104,6 @@ class WatchEndpoint:
             task.cancel()
         for task in done:
             task.result()
-
-    async def _send(self, socket: WebSocket, text: str) -> None:
-        async with asyncio.timeout(self.front.config.limits.send_seconds):
-            await socket.send_text(text)
-
-    async def _send_lines(self, socket: WebSocket) -> None:
-        reader = EventReader(self.buffer)
-        while True:
-            lines = await reader.read()
-            await self._send(socket, lines.decode())
-
-    async def _send_states(self, socket: WebSocket) -> None:
-        sent = b""
-        while True:
-            state = _encode(self.state())
-            if state != sent:
-                sent = state
-                await self._send(socket, state.decode())
-            await asyncio.sleep(INTERVAL)
 
     async def _listen(self, socket: WebSocket) -> None:
         """Wait until the client disconnects.
@@ -170,3 +153,38 @@ class WatchEndpoint:
             "model": None if loaded is None else {name: getattr(loaded, name) for name in MODEL},
             "watchers": len(self.watchers),
         }
+
+
+class Sender:
+    """Sends both kinds of messages to one client."""
+
+    def __init__(self, endpoint: WatchEndpoint, socket: WebSocket):
+        self.endpoint = endpoint
+        self.socket = socket
+        self.seconds = endpoint.front.config.limits.send_seconds
+        self.sent_state = b""
+        self.lock = asyncio.Lock()  # Two tasks send. The lock keeps their messages in order.
+
+    async def send_states(self) -> None:
+        while True:
+            async with self.lock:
+                await self._send_state_if_changed()
+            await asyncio.sleep(INTERVAL)
+
+    async def send_lines(self) -> None:
+        reader = EventReader(self.endpoint.buffer)
+        while True:
+            lines = await reader.read()
+            async with self.lock:
+                await self._send_state_if_changed()
+                await self._send(lines)
+
+    async def _send_state_if_changed(self) -> None:
+        state = _encode(self.endpoint.state())
+        if state != self.sent_state:
+            self.sent_state = state
+            await self._send(state)
+
+    async def _send(self, text: bytes) -> None:
+        async with asyncio.timeout(self.seconds):
+            await self.socket.send_text(text.decode())
