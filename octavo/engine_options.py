@@ -36,13 +36,13 @@ from octavo.extensions import ATTENTION_BACKENDS, extension_names, is_path
 from octavo.option_declaration import (
     Option,
     check_options,
+    integer_range,
     one_of,
     option_declarations,
     path,
     real,
-    whole,
 )
-from octavo.params import check_whole
+from octavo.params import check_integer
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def compute_dtype(name: str, value: Any) -> str:
 
 def context_length(name: str, value: Any) -> int | None:
     """-1 means as much as fits, as in vLLM."""
-    return None if value == -1 else check_whole(name, value, 2)
+    return None if value == -1 else check_integer(name, value, 2)
 
 
 def json_object(name: str, value: Any) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class EngineOptions:
             "Model",
             metavar="N",
             show_default=True,
-            check=whole(1, 64),
+            check=integer_range(1, 64),
         ),
     ] = 1
     revision: Annotated[
@@ -278,7 +278,7 @@ class EngineOptions:
         False  # prompts are token ids, and so are replies
     )
     # seed of requests without a seed of their own, and of dummy weights
-    seed: Annotated[int, Option(check=whole(-(2**63), 2**63 - 1))] = 0
+    seed: Annotated[int, Option(check=integer_range(-(2**63), 2**63 - 1))] = 0
 
     kv_cache_dtype: Annotated[
         str,
@@ -318,7 +318,7 @@ class EngineOptions:
             "Memory",
             metavar="N",
             reads="size",
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = None
     num_gpu_blocks_override: Annotated[
@@ -330,7 +330,7 @@ class EngineOptions:
             flag="--num-blocks",
             aliases=("--num-gpu-blocks-override",),
             reads="size",
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = None
     swap_space: Annotated[
@@ -384,7 +384,7 @@ class EngineOptions:
             "Memory",
             metavar="N",
             reads="size",
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = None
     kv_sinks: Annotated[
@@ -394,7 +394,7 @@ class EngineOptions:
             "Memory",
             metavar="N",
             show_default=True,
-            check=whole(0),
+            check=integer_range(0),
         ),
     ] = 1
     enable_prefix_caching: Annotated[
@@ -435,7 +435,7 @@ class EngineOptions:
             metavar="N",
             reads="size",
             show_default=True,
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = 256
     max_num_batched_tokens: Annotated[
@@ -445,7 +445,7 @@ class EngineOptions:
             "Scheduling",
             metavar="N",
             reads="size",
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = None
     enable_chunked_prefill: Annotated[
@@ -463,7 +463,7 @@ class EngineOptions:
             "Steps in flight. Default: 1 on a CPU; 2 on a GPU unless the policy preempts.",
             "Scheduling",
             metavar="N",
-            check=whole(1, 3),
+            check=integer_range(1, 3),
         ),
     ] = None
     enforce_eager: Annotated[
@@ -577,7 +577,7 @@ class EngineOptions:
             "Scheduling",
             metavar="N",
             reads="size or zero",
-            check=whole(0),
+            check=integer_range(0),
         ),
     ] = None
     speculative_config: Annotated[

@@ -1,6 +1,6 @@
 """Declares an option once, as a field of a dataclass, with default, check and help text.
 
-    port: Annotated[int, Option("Port to listen on.", metavar="N", check=whole(0, 65535))] = 8000
+    port: Annotated[int, Option("Port to listen on.", check=integer_range(0, 65535))] = 8000
 
 EngineOptions (octavo/engine_options.py), ServeConfig and Limits (octavo/serve/) are such
 dataclasses. They call `check_options` in __post_init__, so an object of them is always valid.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
 from octavo.errors import InvalidRequest
-from octavo.params import check_real, check_whole
+from octavo.params import check_integer, check_real
 
 # (name, value) -> the value to keep. Raises InvalidRequest.
 Check = Callable[[str, Any], Any]
@@ -48,8 +48,8 @@ class Option:
 # ---- checks ------------------------------------------------------------------------------------
 
 
-def whole(low: int, high: int | None = None) -> Check:
-    return lambda name, value: check_whole(name, value, low, high)
+def integer_range(low: int, high: int | None = None) -> Check:
+    return lambda name, value: check_integer(name, value, low, high)
 
 
 def real(low: float, high: float, open_low: bool = False) -> Check:

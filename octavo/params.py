@@ -42,7 +42,7 @@ def check_real(name: str, value: Any, low: float, high: float, open_low: bool = 
     return number
 
 
-def check_whole(name: str, value: Any, low: int, high: int | None = None) -> int:
+def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """Return the value as a Python integer. Raise if it is not one of at least `low` and at most
     `high`."""
     number = _python_number(value)
@@ -71,7 +71,7 @@ def check_token_ids(name: str, given: Any) -> list[int]:
     ids = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(ids, (list, tuple, set, frozenset, range)):
         raise InvalidRequest(f"{name} must be a list of token ids, got {given!r:.100}", name)
-    return [check_whole(name, token, 0) for token in ids]
+    return [check_integer(name, token, 0) for token in ids]
 
 
 def check_logit_bias(given: Any) -> dict[int, float]:
@@ -257,12 +257,12 @@ class RepetitionDetectionParams:
 
     def __post_init__(self) -> None:
         name = "repetition_detection"
-        check_whole(f"{name}.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_SIZE)
+        check_integer(f"{name}.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_SIZE)
         if not self.enabled:
             return
         most = self.max_pattern_size
-        check_whole(f"{name}.min_pattern_size", self.min_pattern_size, 0, most)
-        check_whole(f"{name}.min_count", self.min_count, 2, MAX_PATTERN_COUNT)
+        check_integer(f"{name}.min_pattern_size", self.min_pattern_size, 0, most)
+        check_integer(f"{name}.min_count", self.min_count, 2, MAX_PATTERN_COUNT)
 
     @property
     def enabled(self) -> bool:
@@ -387,9 +387,9 @@ class SamplingParams:
         self._validate_beams()
 
     def _validate_numbers(self) -> None:
-        self.n = check_whole("n", self.n, 1, 128)
+        self.n = check_integer("n", self.n, 1, 128)
         if self.best_of is not None:
-            self.best_of = check_whole("best_of", self.best_of, self.n, 128)
+            self.best_of = check_integer("best_of", self.best_of, self.n, 128)
         self.presence_penalty = check_real("presence_penalty", self.presence_penalty, -2, 2)
         self.frequency_penalty = check_real("frequency_penalty", self.frequency_penalty, -2, 2)
         self.repetition_penalty = check_real(
@@ -397,17 +397,17 @@ class SamplingParams:
         )
         self.temperature = check_real("temperature", self.temperature, 0, 100)
         self.top_p = check_real("top_p", self.top_p, 0, 1, open_low=True)
-        self.top_k = check_whole("top_k", self.top_k, -1)
+        self.top_k = check_integer("top_k", self.top_k, -1)
         self.min_p = check_real("min_p", self.min_p, 0, 1)
         if self.seed is not None:
-            self.seed = check_whole("seed", self.seed, -(2**63), 2**63 - 1)
+            self.seed = check_integer("seed", self.seed, -(2**63), 2**63 - 1)
             if self.seed == -1:
                 self.seed = None
 
     def _validate_lengths(self) -> None:
         if self.max_tokens is not None:
-            self.max_tokens = check_whole("max_tokens", self.max_tokens, 1)
-        self.min_tokens = check_whole("min_tokens", self.min_tokens, 0)
+            self.max_tokens = check_integer("max_tokens", self.max_tokens, 1)
+        self.min_tokens = check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -416,11 +416,11 @@ class SamplingParams:
             )
         if self.thinking_token_budget is not None:
             name = "thinking_token_budget"
-            self.thinking_token_budget = check_whole(name, self.thinking_token_budget, 0)
+            self.thinking_token_budget = check_integer(name, self.thinking_token_budget, 0)
         if self.logprobs is not None:
-            self.logprobs = check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            self.logprobs = check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs = check_whole(
+            self.prompt_logprobs = check_integer(
                 "prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS
             )
         if self.logprob_token_ids is not None:
@@ -535,7 +535,7 @@ class SamplingParams:
                         f"{name} is for beam search: set use_beam_search or leave it out", name
                     )
             return
-        check_whole("n" if self.best_of is None else "best_of", self.width, 1, MAX_BEAMS)
+        check_integer("n" if self.best_of is None else "best_of", self.width, 1, MAX_BEAMS)
         changed = {
             "presence_penalty": self.presence_penalty != 0,
             "frequency_penalty": self.frequency_penalty != 0,
@@ -650,7 +650,7 @@ class BeamSearchParams:
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
-        check_whole("beam_width", self.beam_width, 1, MAX_BEAMS)
+        check_integer("beam_width", self.beam_width, 1, MAX_BEAMS)
         self.sampling()
 
     def sampling(self) -> SamplingParams:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from octavo.config import PoolerConfig
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.outputs import RequestOutput
-from octavo.params import SamplingParams, accepts_vllm_fields, check_whole
+from octavo.params import SamplingParams, accepts_vllm_fields, check_integer
 
 Vector = NDArray[np.float32]
 
@@ -44,7 +44,7 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.dimensions is not None:
-            self.dimensions = check_whole("dimensions", self.dimensions, 1)
+            self.dimensions = check_integer("dimensions", self.dimensions, 1)
         for name in ("use_activation", "normalize"):
             if getattr(self, name) not in (None, True, False):
                 raise InvalidRequest(

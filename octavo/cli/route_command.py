@@ -17,7 +17,7 @@ import typer
 
 from octavo.cli.options import command, fail
 from octavo.errors import InvalidRequest
-from octavo.option_declaration import Option, check_options, one_of, texts, whole
+from octavo.option_declaration import Option, check_options, integer_range, one_of, texts
 
 # The routers by preference. vLLM's router comes first, because it passes on unknown request fields
 # and routes.
@@ -95,7 +95,12 @@ class RouteOptions:
     )
     port: Annotated[
         int,
-        Option("Port to listen on.", metavar="1..65535", show_default=True, check=whole(1, 65535)),
+        Option(
+            "Port to listen on.",
+            metavar="1..65535",
+            show_default=True,
+            check=integer_range(1, 65535),
+        ),
     ] = 8080
     metrics_port: Annotated[
         int,
@@ -103,7 +108,7 @@ class RouteOptions:
             "Port of the router's own metrics.",
             metavar="1..65535",
             show_default=True,
-            check=whole(1, 65535),
+            check=integer_range(1, 65535),
         ),
     ] = 29000
 

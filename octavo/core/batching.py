@@ -18,7 +18,7 @@ from collections.abc import Callable, Container
 
 from octavo.config import ScheduleConfig
 from octavo.errors import InvalidRequest
-from octavo.params import check_real, check_whole
+from octavo.params import check_integer, check_real
 from octavo.types import Sequence
 
 # (waiting sequences, now) -> how many of the first ones make the next batch; 0: wait for more
@@ -55,7 +55,7 @@ def check_batching(modes: list[str], max_batch: int, window_ms: float, target_ms
     """Raise InvalidRequest for invalid options and for options that none of the modes uses."""
     for mode in modes:
         find_form_batch(ScheduleConfig(batching=mode))
-    check_whole("max_batch", max_batch, 1)
+    check_integer("max_batch", max_batch, 1)
     check_real("window_ms", window_ms, 0, 60_000)
     check_real("target_ms", target_ms, 0, 60_000, open_low=True)
     defaults = ScheduleConfig()

@@ -24,7 +24,7 @@ from typing import Any
 
 from octavo.config import SpeculativeConfig
 from octavo.errors import InvalidRequest
-from octavo.params import check_whole
+from octavo.params import check_integer
 
 MAX_DRAFTS = 16
 # The settings of each method besides k and adaptive -> the fields of SpeculativeConfig.
@@ -154,7 +154,7 @@ def check(name: str, key: str, value: Any) -> Any:
             value = int(value)
         except ValueError:
             raise InvalidRequest(f"{label} must be a whole number, got {value!r}", name) from None
-    return check_whole(label, value, 1, MAX_DRAFTS if key == "k" else None)
+    return check_integer(label, value, 1, MAX_DRAFTS if key == "k" else None)
 
 
 def describe(config: SpeculativeConfig) -> str:

@@ -23,7 +23,7 @@ from octavo.core.step_budget import Allowance, PromptBudget
 from octavo.core.step_shape import StepShaper, piggybacks
 from octavo.errors import InvalidRequest
 from octavo.events import BlocksAllocated, BlocksReleased, SettingsChanged
-from octavo.params import check_whole
+from octavo.params import check_integer
 from octavo.types import Sequence
 
 
@@ -64,14 +64,14 @@ def change_settings(scheduler: Scheduler, changes: dict[str, Any]) -> None:
 
 def change_token_budget(scheduler: Scheduler, tokens: int) -> None:
     schedule = scheduler.schedule
-    check_whole("token_budget", tokens, schedule.max_num_seqs, schedule.max_num_batched_tokens)
+    check_integer("token_budget", tokens, schedule.max_num_seqs, schedule.max_num_batched_tokens)
     token_cap = scheduler.shaper.token_cap
     token_cap.maximum = tokens
     token_cap.limit = tokens
 
 
 def change_chunk(scheduler: Scheduler, tokens: int) -> None:
-    check_whole("chunk", tokens, 1, scheduler.schedule.max_num_batched_tokens)
+    check_integer("chunk", tokens, 1, scheduler.schedule.max_num_batched_tokens)
     shaper = scheduler.shaper
     budget = shaper.prompt_budget
     inner = budget.budget if isinstance(budget, CappedPrompts) else budget
@@ -82,7 +82,7 @@ def change_block_limit(scheduler: Scheduler, num_blocks: int) -> None:
     """Withhold free blocks, or give withheld blocks back to the pool."""
     pool = scheduler.pool
     needed = max((_most_blocks(scheduler, seq) for seq in scheduler.live.values()), default=1)
-    check_whole("block_limit", num_blocks, 1, pool.num_blocks)
+    check_integer("block_limit", num_blocks, 1, pool.num_blocks)
     if num_blocks < needed:
         raise InvalidRequest(
             f"a live request may need {needed} blocks: choose at least that many, or wait until it "

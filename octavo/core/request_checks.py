@@ -13,7 +13,7 @@ from array import array
 from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.bounded_kv import max_kv_positions
 from octavo.errors import ContextLengthExceeded, InvalidRequest, KVCapacityExceeded
-from octavo.params import check_real, check_whole
+from octavo.params import check_integer, check_real
 from octavo.types import Beam, Request, Sequence
 
 
@@ -31,7 +31,7 @@ def new_sequence(
     `seed` is used if the request's parameters name none."""
     params = request.params
     _check_prompt(request, vocab_size)
-    check_whole("priority", request.priority, -(2**31), 2**31 - 1)
+    check_integer("priority", request.priority, -(2**31), 2**31 - 1)
     if request.deadline is not None:
         check_real("deadline", request.deadline, -math.inf, math.inf)
     params.check_vocabulary(vocab_size)

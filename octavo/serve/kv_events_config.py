@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from octavo.errors import InvalidRequest
-from octavo.params import check_whole
+from octavo.params import check_integer
 
 PUBLISHERS = ("zmq", "null")
 ENCODINGS = ("map", "array")
@@ -58,7 +58,7 @@ def _check_entry(name: str, key: str, given: Any) -> None:
         if not isinstance(given, bool):
             raise InvalidRequest(f"{shown} must be true or false, got {given!r:.100}", name)
     elif key in ("buffer_steps", "hwm", "max_queue_size"):
-        check_whole(shown, given, 1)
+        check_integer(shown, given, 1)
     elif key in ("publisher", "encoding"):
         allowed = PUBLISHERS if key == "publisher" else ENCODINGS
         if given not in allowed:

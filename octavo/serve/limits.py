@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from octavo.option_declaration import Option, check_options, whole
+from octavo.option_declaration import Option, check_options, integer_range
 from octavo.params import MAX_BEAMS
 
 
@@ -39,7 +39,7 @@ class Limits:
             flag="--max-connections",
             reads="size",
             show_default=True,
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = 8192
     # An IPv6 network of 64 bits is one address. The limit holds for gRPC calls too.
@@ -52,7 +52,7 @@ class Limits:
             flag="--max-connections-per-address",
             reads="size",
             show_default=True,
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = 4096
     connections_per_key: int = 4096
@@ -67,7 +67,7 @@ class Limits:
             metavar="N",
             flag="--max-watchers",
             show_default=True,
-            check=whole(0),
+            check=integer_range(0),
         ),
     ] = 8
     messages: int = 4096

@@ -16,13 +16,21 @@ from typing import Annotated, Any
 from octavo.config import EMBEDDED
 from octavo.engine_options import EngineOptions, json_object
 from octavo.errors import InvalidRequest
-from octavo.option_declaration import Option, check_options, one_of, path, real, texts, whole
+from octavo.option_declaration import (
+    Option,
+    check_options,
+    integer_range,
+    one_of,
+    path,
+    real,
+    texts,
+)
 from octavo.serve.kv_events_config import KVEventsConfig, kv_events_config
 from octavo.serve.limits import Limits
 
 MAX_SECONDS = 10**9  # The largest value of every timeout and interval.
 # The number 0 would choose a free port, but nothing reports which one, so these ports may not be 0.
-given_port = whole(1, 65535)
+port_number = integer_range(1, 65535)
 
 
 def known_level(name: str, value: Any) -> Any:
@@ -76,7 +84,7 @@ class ServeConfig:
             "Port to listen on; 0 takes any free port.",
             metavar="0..65535",
             show_default=True,
-            check=whole(0, 65535),
+            check=integer_range(0, 65535),
         ),
     ] = 8000
     uds: Annotated[
@@ -126,7 +134,7 @@ class ServeConfig:
             "0 ignores the certificates of clients, 1 checks a certificate that a client sends, "
             "and 2 also refuses clients that send none.",
             metavar="0..2",
-            check=whole(0, 2),
+            check=integer_range(0, 2),
         ),
     ] = 0
     ssl_ciphers: Annotated[
@@ -138,14 +146,14 @@ class ServeConfig:
     ] = None
     grpc_port: Annotated[
         int | None,
-        Option("Also serve gRPC on this port.", metavar="1..65535", check=given_port),
+        Option("Also serve gRPC on this port.", metavar="1..65535", check=port_number),
     ] = None
     health_port: Annotated[
         int | None,
         Option(
             "Also serve /livez on this port, in separate threads.",
             metavar="1..65535",
-            check=given_port,
+            check=port_number,
         ),
     ] = None
     served_model_name: Annotated[
@@ -206,7 +214,7 @@ class ServeConfig:
         Option(
             "Maximum number of reasoning tokens of requests that set no thinking_token_budget.",
             metavar="N",
-            check=whole(0),
+            check=integer_range(0),
         ),
     ] = None
     files_dir: Annotated[
@@ -225,7 +233,7 @@ class ServeConfig:
             "Load",
             metavar="N",
             show_default=True,
-            check=whole(1, 4096),
+            check=integer_range(1, 4096),
         ),
     ] = 32
     log_level: Annotated[
@@ -321,7 +329,7 @@ class ServeConfig:
             metavar="N",
             reads="size",
             show_default=True,
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = 512 * 2**20
     max_queue: Annotated[
@@ -332,7 +340,7 @@ class ServeConfig:
             "Load",
             metavar="N",
             reads="size",
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = None
     max_queue_tokens: Annotated[
@@ -342,7 +350,7 @@ class ServeConfig:
             "Load",
             metavar="N",
             reads="size",
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = None
     text_workers: Annotated[
@@ -352,7 +360,7 @@ class ServeConfig:
             "Load",
             metavar="N",
             show_default=True,
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = 2
     queue_timeout: Annotated[

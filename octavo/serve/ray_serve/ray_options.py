@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
-from octavo.option_declaration import Option, check_options, flag_of, one_of, real, whole
+from octavo.option_declaration import Option, check_options, flag_of, integer_range, one_of, real
 from octavo.serve.serve_config import ServeConfig
 
 # Options of a single server. Several replicas on one node would share the port or the file, or the
@@ -44,7 +44,7 @@ class RayOptions:
             "Ray",
             metavar="N",
             show_default=True,
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = 1
     max_replicas: Annotated[
@@ -53,7 +53,7 @@ class RayOptions:
             "Add replicas up to this number while the load is high. Default: no autoscaling.",
             "Ray",
             metavar="N",
-            check=whole(1),
+            check=integer_range(1),
         ),
     ] = None
     target_requests: Annotated[
@@ -123,7 +123,7 @@ class RayOptions:
             "Ray",
             metavar="N",
             show_default=True,
-            check=whole(0),
+            check=integer_range(0),
         ),
     ] = 8
     replica_cpus: Annotated[
