@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.errors import ModelError
-from octavo.serve.api.batch_lines import LineError, done_ids, error_line, lines_of
+from octavo.serve.api.batch_lines import LineError, completed_ids, error_line, lines_of
 from octavo.serve.endpoints.application import Table
 from octavo.serve.endpoints.batch_runner import LineRunner, requests_of, run_lines
 from octavo.serve.front.front import Front
@@ -43,7 +43,7 @@ async def run_file(
     """
     progress = BatchProgress(total=sum(1 for _ in lines_of(source)))
     partial = target.with_name(target.name + ".partial")
-    done = done_ids(partial)
+    done = completed_ids(partial)
     progress.earlier = progress.done = len(done)
     front = Front(config)
     supervisor = front.client.supervisor

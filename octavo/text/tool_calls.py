@@ -70,7 +70,7 @@ class ToolParser:
         self._tools = tools
         self._parallel = parallel
         self.calls = 0
-        self.over = False  # the rest of the reply is dropped
+        self.is_done = False  # the rest of the reply is dropped
         tags = {*format.opening, *format.closing, *format.silent}
         self._tags = sorted(tags, key=len, reverse=True)
         self._tag = re.compile("|".join(map(re.escape, self._tags)) or "(?!)")
@@ -88,12 +88,12 @@ class ToolParser:
         """Return the content and the parts of calls that the text completes, in order."""
         text = self._unread + text
         pos = 0
-        while pos < len(text) and not self.over:
+        while pos < len(text) and not self.is_done:
             before = self._state, pos
             pos = self._state(text, pos)
             if (self._state, pos) == before:
                 break
-        self._unread = "" if self.over else text[pos:]
+        self._unread = "" if self.is_done else text[pos:]
         deltas = self._deltas
         self._deltas = []
         return _joined(deltas) if len(deltas) > 1 else deltas
@@ -234,7 +234,7 @@ class ToolParser:
     def _end_call(self) -> None:
         self._held = []
         self._state = self._between
-        self.over = not self._parallel
+        self.is_done = not self._parallel
 
     def _add_arguments(self, text: str) -> None:
         """Add a part of the arguments of a call that has begun."""

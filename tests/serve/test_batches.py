@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from octavo.serve.api import multipart
 from octavo.serve.api.api_errors import ApiError
-from octavo.serve.api.batch_lines import done_ids
+from octavo.serve.api.batch_lines import completed_ids
 from tests.serve.running import NAME, Running, check_error, server
 
 CHAT = "/v1/chat/completions"
@@ -131,7 +131,7 @@ def test_a_restarted_server_continues_a_batch(tmp_path: Path) -> None:
         first.process.kill()
         first.process.wait()
         first.stop = lambda *_: 0  # type: ignore[method-assign, assignment]
-    before = done_ids(files / f"{batch.id}.output")
+    before = completed_ids(files / f"{batch.id}.output")
     assert 0 < len(before) < 150
     with server(tmp_path, files_dir=str(files)) as second:
         client = client_of(second)

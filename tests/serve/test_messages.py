@@ -188,7 +188,7 @@ def test_tools_and_their_results_reach_the_template() -> None:
     assert chat.tool_choice == {"type": "function", "function": {"name": "f"}}
     assert chat.parallel_tool_calls is False
     assert chat.continue_final_message is True and chat.add_generation_prompt is False
-    assert found.fields.places[3] == "messages.3.content.0"
+    assert found.fields.message_paths[3] == "messages.3.content.0"
 
 
 def test_a_reply_continues_the_last_message(parrot: Running) -> None:

@@ -1,5 +1,4 @@
-"""JSON, strictly: what is read the quick way is what the strict way reads, and nothing that it
-refuses."""
+"""The strict and the fast parser of JSON accept the same texts and return the same values."""
 
 from __future__ import annotations
 
@@ -38,23 +37,23 @@ def write(value: Any) -> str:
     return json.dumps(value)
 
 
-def strict(data: bytes) -> Any:
-    """By the strict way alone."""
+def parse_strict(data: bytes) -> Any:
+    """Return the value that the strict parser reads, or the code of its error."""
     try:
-        return parse._strict(data)
+        return parse._parse_strict(data)
     except ApiError as error:
         return error.code
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(TEXTS, VALUES), max_size=4).map(Pairs))
-def test_both_ways_say_the_same(value: Pairs) -> None:
+def test_both_parsers_return_the_same(value: Pairs) -> None:
     data = write(value).encode()
     try:
-        found: Any = parse.parse(data)
+        result: Any = parse.parse(data)
     except ApiError as error:
-        found = error.code
-    assert repr(found) == repr(strict(data))
+        result = error.code
+    assert repr(result) == repr(parse_strict(data))
 
 
 @pytest.mark.parametrize(
@@ -62,17 +61,17 @@ def test_both_ways_say_the_same(value: Pairs) -> None:
     [b'{"a":1,"a":2}', b'{"a":{"b":1,"b":1}}', b'{"a":[{"b":1,"b":1}]}', b'{"a":1,"\\u0061":2}', b'{"a":1,"a":2,"b":"\\u003a"}', b'{"a":":","a":1}',
      b'{"a":99999999999999999999}', b'{"a":-9223372036854775809}', b'{"a":NaN}', b'{"a":"\\ud800"}', b'[1]', b'{"a":1} x'],
 )  # fmt: skip
-def test_what_is_not_strict_is_refused(data: bytes) -> None:
+def test_json_that_breaks_a_rule_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         parse.parse(data)
     assert refused.value.code == "invalid_json"
 
 
-def test_what_is_plain_is_read_the_quick_way() -> None:
+def test_simple_json_is_read_by_the_fast_parser() -> None:
     assert (
-        parse._plain(
+        parse._parse_fast(
             b'{"prompt": "a b", "stream_options": {"include_usage": true}, "stop": ["x"], "n": 2}'
         )
         is not None
     )
-    assert parse._plain(b'{"messages": [{"role": "user", "content": "hi: you"}]}') is not None
+    assert parse._parse_fast(b'{"messages": [{"role": "user", "content": "hi: you"}]}') is not None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.serve.api.reply_writer import Part, ReasoningDelta, ReplyParser, whole_parts
+from octavo.serve.api.reply_writer import Part, ReasoningDelta, ReplyParser, complete_parts
 from octavo.serve.serve_config import ServeConfig
 from octavo.text.reasoning import STYLES, ReasoningFilter, detect_style
 from tests.serve.conftest import REASONING_TEMPLATE
@@ -45,7 +45,7 @@ def test_pieces_have_the_parts_of_the_whole_text(size: int) -> None:
         ("text", "four"),
     ]
     assert parts("<think>cut", size) == [("reasoning", "cut")]
-    whole = whole_parts(ReplyParser(None, ReasoningFilter()), TEXT)
+    whole = complete_parts(ReplyParser(None, ReasoningFilter()), TEXT)
     assert whole == [Part("reasoning", "two and two"), Part("text", "four")]
 
 

@@ -81,7 +81,7 @@ def test_what_clients_of_other_servers_say_is_understood(
     fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     found = structured_output.read(CompletionRequest(**fields), Limits())
-    assert found is not None and structured_output._same(found, StructuredOutputs(**expected))
+    assert found is not None and structured_output._is_same(found, StructuredOutputs(**expected))
 
 
 UNREAD: dict[str, tuple[dict[str, Any], str, str]] = {

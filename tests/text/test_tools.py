@@ -332,7 +332,7 @@ def test_without_parallel_calls_the_first_ends_the_reply() -> None:
 def test_when_the_reply_is_over() -> None:
     text, parser = tagged("f", '{"a": {}}'), make_parser(HERMES, NAMES, parallel=False)
     heard = 0
-    while not parser.over:
+    while not parser.is_done:
         parser.push(text[heard])
         heard += 1
     assert text[:heard].endswith("{}}}") and heard == text.rindex("}") + 1, (
@@ -340,7 +340,7 @@ def test_when_the_reply_is_over() -> None:
     )
     both = make_parser(HERMES, NAMES)
     both.push(text)
-    assert not both.over and not make_parser(HERMES, NAMES, parallel=False).over
+    assert not both.is_done and not make_parser(HERMES, NAMES, parallel=False).is_done
 
 
 # ---- pieces --------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from octavo.serve.api.reply_writer import (
     Part,
     ReplyParser,
     arguments_object,
-    kind_of,
-    whole_parts,
+    complete_parts,
+    delta_kind,
 )
 from octavo.serve.api.request_fields import MESSAGES_MEMBERS
 from octavo.serve.api.translation import (
@@ -35,16 +35,16 @@ from octavo.serve.api.translation import (
     block_text,
     check_object,
     common_fields,
+    join_stops,
     member,
     note_members,
-    several_stops,
     text_of,
 )
 from octavo.serve.limits import Limits
 from octavo.text.tool_calls import CallDelta
 
 # Claude Code begins its system prompt with such lines, which are data for Anthropic's servers and
-# change with every request. In the prompt of a model they would change nothing but the cache.
+# change with every request. In the prompt of a model, the lines would only prevent cache hits.
 HEADER_LINES = re.compile(r"\A(?:x-anthropic-[a-z-]+:[^\n]*(?:\n|\Z))+")
 NAMES = {
     r"stop(?= can have|$)": "stop_sequences",
@@ -66,11 +66,12 @@ STOP_REASONS = {"length": "max_tokens"}
 
 def to_chat(body: MessagesRequest, limits: Limits) -> Translation:
     conversation = Conversation()
-    fields = FieldNames(NAMES, conversation.places)
-    for place in ("output_config", "thinking", "tool_choice"):
-        note_members(fields, place, getattr(body, place), MESSAGES_MEMBERS[place])
-    for each in body.tools or []:
-        note_members(fields, "tools", each, MESSAGES_MEMBERS["tools"])
+    fields = FieldNames(NAMES, conversation.message_paths)
+    for path in ("output_config", "thinking", "tool_choice"):
+        note_members(fields, path, getattr(body, path), MESSAGES_MEMBERS[path])
+    tools = body.tools or []
+    for tool in tools:
+        note_members(fields, "tools", tool, MESSAGES_MEMBERS["tools"])
     add_system(conversation, body.system)
     for i, message in enumerate(check_messages(body.messages, limits)):
         add_message(conversation, message, f"messages.{i}")
@@ -78,13 +79,13 @@ def to_chat(body: MessagesRequest, limits: Limits) -> Translation:
     choice, parallel = tool_choice(body.tool_choice)
     config = body.output_config or {}
     prefilled = bool(messages) and messages[-1]["role"] == "assistant"
-    given = {
+    chat_fields = {
         **common_fields(body),
-        "stop": several_stops(body.stop, body.stop_sequences),
+        "stop": join_stops(body.stop, body.stop_sequences),
         "messages": messages,
         "max_tokens": body.max_tokens,
         "stream": body.stream,
-        "tools": [tool(each, f"tools.{i}") for i, each in enumerate(body.tools or [])] or None,
+        "tools": [chat_tool(tool, f"tools.{i}") for i, tool in enumerate(tools)] or None,
         "tool_choice": choice,
         "parallel_tool_calls": parallel,
         "chat_template_kwargs": thinking_options(body.thinking),
@@ -94,7 +95,7 @@ def to_chat(body: MessagesRequest, limits: Limits) -> Translation:
         "continue_final_message": prefilled,
         "add_generation_prompt": not prefilled,
     }
-    return Translation(ChatRequest(**given), fields)
+    return Translation(ChatRequest(**chat_fields), fields)
 
 
 def add_system(conversation: Conversation, system: str | list[dict[str, Any]] | None) -> None:
@@ -109,96 +110,96 @@ def add_system(conversation: Conversation, system: str | list[dict[str, Any]] | 
         conversation.append({"role": "system", "content": text}, "system")
 
 
-def add_message(conversation: Conversation, message: dict[str, Any], place: str) -> None:
+def add_message(conversation: Conversation, message: dict[str, Any], path: str) -> None:
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
         raise invalid_field(
-            f"{place}.role", f"{place}.role must be user, assistant or system, got {role!r:.40}"
+            f"{path}.role", f"{path}.role must be user, assistant or system, got {role!r:.40}"
         )
     content = message.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise invalid_field(
-            f"{place}.content", f"{place}.content must be a string or a list of blocks"
+            f"{path}.content", f"{path}.content must be a string or a list of blocks"
         )
     for i, block in enumerate(content):
-        where = f"{place}.content.{i}"
-        kind = check_object(block, where).get("type")
+        block_path = f"{path}.content.{i}"
+        kind = check_object(block, block_path).get("type")
         if role == "user" and kind == "tool_result":
-            id = member(block, "tool_use_id", str, where) or ""
-            text = text_of(block.get("content"), f"{where}.content")
-            is_error = member(block, "is_error", bool, where)  # A template may use it.
-            conversation.add_result(id, text, where, is_error=is_error)
+            id = member(block, "tool_use_id", str, block_path) or ""
+            text = text_of(block.get("content"), f"{block_path}.content")
+            is_error = member(block, "is_error", bool, block_path)  # A template may use it.
+            conversation.add_result(id, text, block_path, is_error=is_error)
         elif role == "assistant" and kind == "tool_use":
-            id = member(block, "id", str, where) or ""
-            name = member(block, "name", str, where) or ""
-            arguments = member(block, "input", dict, where) or {}
-            conversation.add_call(id, name, arguments, where)
+            id = member(block, "id", str, block_path) or ""
+            name = member(block, "name", str, block_path) or ""
+            arguments = member(block, "input", dict, block_path) or {}
+            conversation.add_call(id, name, arguments, block_path)
         elif role == "assistant" and kind == "thinking":
-            conversation.add_reasoning(member(block, "thinking", str, where) or "", where)
+            conversation.add_reasoning(member(block, "thinking", str, block_path) or "", block_path)
         elif role == "assistant" and kind == "redacted_thinking":
-            conversation.turn(role, place)
+            conversation.open_message(role, path)
         else:
-            conversation.turn(role, place)["content"] += block_text(block, where)
+            conversation.open_message(role, path)["content"] += block_text(block, block_path)
     if not content:
-        conversation.turn(role, place)
+        conversation.open_message(role, path)
 
 
-def tool(given: dict[str, Any], place: str) -> dict[str, Any]:
+def chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     """Return a tool in the form of a chat request."""
-    if given.get("type") not in (None, "custom"):
+    if tool.get("type") not in (None, "custom"):
         raise invalid_field(
-            f"{place}.type", f"{place}.type must be custom: this server has no built-in tools"
+            f"{path}.type", f"{path}.type must be custom: this server has no built-in tools"
         )
-    if given.get("input_schema") is None:
+    if tool.get("input_schema") is None:
         raise invalid_field(
-            f"{place}.input_schema",
-            f"{place}.input_schema is missing: it must be a JSON schema of an object",
+            f"{path}.input_schema",
+            f"{path}.input_schema is missing: it must be a JSON schema of an object",
         )
     function = {
-        "name": given.get("name"),
-        "description": given.get("description"),
-        "parameters": given.get("input_schema"),
-        "strict": given.get("strict"),
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+        "strict": tool.get("strict"),
     }
     present = {name: value for name, value in function.items() if value is not None}
     return {"type": "function", "function": present}
 
 
-def tool_choice(given: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
+def tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
     """Return the fields tool_choice and parallel_tool_calls of a chat request."""
-    if given is None:
+    if choice is None:
         return None, None
-    kind = given.get("type")
-    alone = member(given, "disable_parallel_tool_use", bool, "tool_choice")
-    parallel = None if alone is None else not alone
+    kind = choice.get("type")
+    is_parallel_disabled = member(choice, "disable_parallel_tool_use", bool, "tool_choice")
+    parallel = None if is_parallel_disabled is None else not is_parallel_disabled
     if kind == "tool":
-        return {"type": "function", "function": {"name": given.get("name")}}, parallel
+        return {"type": "function", "function": {"name": choice.get("name")}}, parallel
     if not isinstance(kind, str) or kind not in CHOICES:
         raise invalid_field("tool_choice.type", "tool_choice.type must be auto, any, tool or none")
     return CHOICES[kind], parallel
 
 
-def thinking_options(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def thinking_options(thinking: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the variables of the chat template that turn reasoning on or off."""
-    if given is None:
+    if thinking is None:
         return None
-    kind = given.get("type")
+    kind = thinking.get("type")
     if not isinstance(kind, str) or kind not in THINKING:
         raise invalid_field("thinking.type", f"thinking.type must be one of {', '.join(THINKING)}")
     return None if THINKING[kind] is None else {"enable_thinking": THINKING[kind]}
 
 
 def output_format(body: MessagesRequest) -> dict[str, Any] | None:
-    given = member(body.output_config or {}, "format", dict, "output_config")
-    if given is None:
+    format = member(body.output_config or {}, "format", dict, "output_config")
+    if format is None:
         return body.response_format
-    if given.get("type") != "json_schema":
+    if format.get("type") != "json_schema":
         raise invalid_field(
             "output_config.format.type", "output_config.format.type must be json_schema"
         )
-    return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
+    return {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}
 
 
 # ---- replies -------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
 
 
 class MessageWriter:
-    """Builds a message, whole or as a stream of events."""
+    """Builds a message, as one object or as a stream of events."""
 
     content_type = EVENT_STREAM
 
@@ -225,22 +226,22 @@ class MessageWriter:
         self._model = model
         self._parser = parser
         self._omits_thinking = (body.thinking or {}).get("display") == "omitted"
-        self._begun = False
+        self._has_started = False
         self._block: str | None = None  # The kind of the block that is open.
         self._index = -1  # The index of the latest block.
 
     @property
     def keep_alive(self) -> bytes:
-        return event("ping") if self._begun else b": keep-alive\n\n"
+        return event("ping") if self._has_started else b": keep-alive\n\n"
 
-    def whole(self, collectors: list[Collector]) -> dict[str, Any]:
+    def full_reply(self, collectors: list[Collector]) -> dict[str, Any]:
         (collector,) = collectors
         (completion,) = collector.best
-        parts = whole_parts(self._parser, completion.text)
+        parts = complete_parts(self._parser, completion.text)
         return {
             **self._message(),
             "content": [self._content(part) for part in parts],
-            **self._stop(completion),
+            **self._stop_fields(completion),
             "usage": usage(collector),
         }
 
@@ -253,8 +254,8 @@ class MessageWriter:
         (collector,) = collectors
         is_last = piece.finish_reason is not None
         events: list[bytes] = []
-        if not self._begun:
-            self._begun = True
+        if not self._has_started:
+            self._has_started = True
             message = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None}
             message["usage"] = {**usage(collector), "output_tokens": 0}
             events.append(event("message_start", message=message))
@@ -262,8 +263,8 @@ class MessageWriter:
             events += self._delta(delta)
         if is_last:
             events += self._close()
-            stop = self._stop(piece)
-            events.append(event("message_delta", delta=stop, usage=usage(collector)))
+            stop_fields = self._stop_fields(piece)
+            events.append(event("message_delta", delta=stop_fields, usage=usage(collector)))
         return b"".join(events)
 
     def end(self, collectors: list[Collector], error: ApiError | None) -> bytes:
@@ -279,8 +280,8 @@ class MessageWriter:
             "model": self._model,
         }
 
-    def _stop(self, completion: CompletionOutput) -> dict[str, Any]:
-        """Return why the reply ended."""
+    def _stop_fields(self, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the fields that say why the reply ended."""
         reason = STOP_REASONS.get(completion.finish_reason or "", "end_turn")
         sequence = completion.stop_reason if isinstance(completion.stop_reason, str) else None
         if completion.finish_reason == "stop" and self._parser.calls:
@@ -300,7 +301,7 @@ class MessageWriter:
     def _delta(self, delta: Delta) -> list[bytes]:
         """Return the events for a new part of the reply."""
         events: list[bytes] = []
-        kind = kind_of(delta)
+        kind = delta_kind(delta)
         if kind != self._block or (isinstance(delta, CallDelta) and delta.name is not None):
             events += self._close()
             self._block = kind

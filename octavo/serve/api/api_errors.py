@@ -74,21 +74,21 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        headers: dict[str, str] = {}
         if self.retry_after is not None:
             seconds = min(max(self.retry_after, 0.05), MAX_RETRY_AFTER)
-            found["retry-after"] = str(math.ceil(seconds))
-            found["retry-after-ms"] = str(math.ceil(seconds * 1000))
-            found["x-should-retry"] = "true"
-        elif self.status >= 500:  # Clients would retry and get the same error.
-            found["x-should-retry"] = "false"
+            headers["retry-after"] = str(math.ceil(seconds))
+            headers["retry-after-ms"] = str(math.ceil(seconds * 1000))
+            headers["x-should-retry"] = "true"
+        elif self.status >= 500:  # A retry would return the same error.
+            headers["x-should-retry"] = "false"
         if self.allow is not None:
-            found["allow"] = self.allow
+            headers["allow"] = self.allow
         if self.status == 401:
-            found["www-authenticate"] = "Bearer"
+            headers["www-authenticate"] = "Bearer"
         if self.status in (408, 413, 431):
-            found["connection"] = "close"  # The rest of the request is not read.
-        return found
+            headers["connection"] = "close"  # The rest of the request is not read.
+        return headers
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self.body)
@@ -137,19 +137,23 @@ def prompt_too_long(tokens: int | str, context: int, param: str = "prompt") -> A
     return invalid_field(param, message, "context_length_exceeded")
 
 
-def unsupported(param: str, why: str) -> ApiError:
-    return ApiError(400, f"{param} is not supported: {why}", "unsupported_parameter", param)
+def unsupported(param: str, reason: str) -> ApiError:
+    return ApiError(400, f"{param} is not supported: {reason}", "unsupported_parameter", param)
 
 
 def not_ready(phase: str, restarting: bool) -> ApiError:
     if phase == "sleeping":
         return ApiError(503, "the engine is asleep: wake it with POST /wake_up", "engine_sleeping")
-    code, what = (
-        ("engine_restarting", "restarting")
-        if restarting
-        else ("engine_starting", f"not ready yet ({phase})")
+    if restarting:
+        return ApiError(
+            503, "the engine is restarting: try again soon", "engine_restarting", retry_after=2.0
+        )
+    return ApiError(
+        503,
+        f"the engine is not ready yet ({phase}): try again soon",
+        "engine_starting",
+        retry_after=2.0,
     )
-    return ApiError(503, f"the engine is {what}: try again soon", code, retry_after=2.0)
 
 
 def engine_lost() -> ApiError:
@@ -180,8 +184,8 @@ def out_of_memory() -> ApiError:
     )
 
 
-def not_a_number(why: str) -> ApiError:
-    return ApiError(500, why, "not_a_number")
+def not_a_number(message: str) -> ApiError:
+    return ApiError(500, message, "not_a_number")
 
 
 def poisoned() -> ApiError:
@@ -221,10 +225,10 @@ def cancelled() -> ApiError:
     return ApiError(499, "the request was cancelled", "cancelled")
 
 
-def queue_full(what: str, retry_after: float) -> ApiError:
+def queue_full(reason: str, retry_after: float) -> ApiError:
     return ApiError(
         429,
-        f"the queue is full ({what}): try again later",
+        f"the queue is full ({reason}): try again later",
         "queue_full",
         type="overloaded_error",
         retry_after=retry_after,

@@ -1,4 +1,4 @@
-"""The lines of a batch: requests in, replies out. The format is OpenAI's."""
+"""Reads the requests of a batch and writes the replies, as lines of JSON in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BatchLine(NamedTuple):
 
 
 class LineError(Exception):
-    """A line that is no request. The message says why."""
+    """A line that is not a valid request. The message gives the reason."""
 
     def __init__(self, number: int, custom_id: str, message: str):
         super().__init__(message)
@@ -54,16 +54,16 @@ def read_line(number: int, text: bytes, url: str | None) -> BatchLine:
         raise LineError(number, "", "the line must have custom_id, a text")
     if value.get("method", "POST") != "POST":
         raise LineError(number, custom_id, "method must be POST")
-    given = value.get("url")
-    if given not in BATCH_URLS or (url is not None and given != url):
+    line_url = value.get("url")
+    if line_url not in BATCH_URLS or (url is not None and line_url != url):
         allowed = url or ", ".join(BATCH_URLS)
-        raise LineError(number, custom_id, f"url must be {allowed}, got {given!r:.100}")
+        raise LineError(number, custom_id, f"url must be {allowed}, got {line_url!r:.100}")
     body = value.get("body")
     if not isinstance(body, dict):
         raise LineError(number, custom_id, "body must be an object, the request")
     if body.get("stream"):
         raise LineError(number, custom_id, "a request of a batch cannot be streamed")
-    return BatchLine(number, custom_id, given, json.dumps(body).encode())
+    return BatchLine(number, custom_id, line_url, json.dumps(body).encode())
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -75,40 +75,40 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def output_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """Return the line of a reply, whether it succeeded or not."""
+    """Return the line of a reply, which may be an error."""
     reply = json.loads(body)
-    found = {
+    line = {
         "id": f"batch_req_{secrets.token_hex(12)}",
         "custom_id": custom_id,
         "response": {"status_code": status, "request_id": request_id, "body": reply},
         "error": None if status < 400 else reply.get("error", reply),
     }
-    return json.dumps(found, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
 
 
 def error_line(custom_id: str, code: str, message: str) -> bytes:
     """Return the line of a request that was never sent."""
-    found: dict[str, Any] = {
+    line: dict[str, Any] = {
         "id": f"batch_req_{secrets.token_hex(12)}",
         "custom_id": custom_id,
         "response": None,
         "error": {"code": code, "message": message},
     }
-    return json.dumps(found, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
 
 
-def done_ids(*paths: Path) -> set[str]:
-    """Return the custom_id of every complete line. An incomplete last line is cut off."""
-    found: set[str] = set()
+def completed_ids(*paths: Path) -> set[str]:
+    """Return the custom_id of every complete line. Removes an incomplete last line."""
+    ids: set[str] = set()
     for path in paths:
         if not path.exists():
             continue
-        complete = 0
+        complete_bytes = 0
         for _, text in lines_of(path):
             if not text.endswith(b"\n"):
                 break
-            complete += len(text)
-            found.add(json.loads(text)["custom_id"])
+            complete_bytes += len(text)
+            ids.add(json.loads(text)["custom_id"])
         with path.open("r+b") as file:
-            file.truncate(complete)
-    return found
+            file.truncate(complete_bytes)
+    return ids

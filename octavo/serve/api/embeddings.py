@@ -64,7 +64,7 @@ def chat_of(body: EmbeddingRequest) -> ChatRequest:
         model=body.model,
         messages=body.messages,
         chat_template_kwargs=body.chat_template_kwargs,
-        # An embedding is of what was said, so no turn is opened for an answer.
+        # An embedding describes the existing messages, so the default opens no turn for an answer.
         add_generation_prompt=bool(body.add_generation_prompt),
         continue_final_message=body.continue_final_message,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
@@ -104,33 +104,35 @@ def rerank_texts(body: RerankRequest) -> list[str]:
     if body.top_n is not None and body.top_n < 0:
         raise invalid_field("top_n", f"top_n must be at least 0, got {body.top_n}")
     query = text_of(body.query, "query")
-    return [query, *(text_of(each, f"documents.{i}") for i, each in enumerate(body.documents))]
+    documents = [text_of(text, f"documents.{i}") for i, text in enumerate(body.documents)]
+    return [query, *documents]
 
 
 def text_of(value: str | dict[str, Any], param: str) -> str:
     """Return a text, which may be the field `text` of an object."""
-    found = value if isinstance(value, str) else value.get("text")
-    if not isinstance(found, str):
+    text = value if isinstance(value, str) else value.get("text")
+    if not isinstance(text, str):
         raise invalid_field(param, f"{param} must be a text, or an object with the field text")
-    return found
+    return text
 
 
 def score_sides(body: ScoreRequest) -> tuple[list[str], list[str]]:
-    """Return the texts of both sides: one and several, or as many on each side."""
+    """Return the texts of both sides. The first side has one text, or as many as the second."""
     for first, second in SCORE_SIDES:
-        left, right = getattr(body, first), getattr(body, second)
+        left = getattr(body, first)
+        right = getattr(body, second)
         if left is None or right is None:
             continue
         check_one_pair(body, first, second)
-        many_left = [left] if isinstance(left, str) else left
-        many_right = [right] if isinstance(right, str) else right
-        if not many_right or len(many_left) not in (1, len(many_right)):
+        left_texts = [left] if isinstance(left, str) else left
+        right_texts = [right] if isinstance(right, str) else right
+        if not right_texts or len(left_texts) not in (1, len(right_texts)):
             raise invalid_field(
                 first,
-                f"{first} must have one text, or as many as {second}: it has {len(many_left)}, "
-                f"and {second} has {len(many_right)}",
+                f"{first} must have one text, or as many as {second}: it has {len(left_texts)}, "
+                f"and {second} has {len(right_texts)}",
             )
-        return many_left, many_right
+        return left_texts, right_texts
     pairs = ", ".join(f"{first} and {second}" for first, second in SCORE_SIDES)
     raise invalid_field("text_1", f"the request must have two sides to compare: {pairs}")
 
@@ -140,16 +142,18 @@ def check_one_pair(body: ScoreRequest, first: str, second: str) -> None:
     names = dict.fromkeys(name for pair in SCORE_SIDES for name in pair)
     for name in names:
         if name not in (first, second) and getattr(body, name) is not None:
-            raise invalid_field(name, f"{name} does not go with {first} and {second}: remove it")
+            raise invalid_field(
+                name, f"{name} cannot be combined with {first} and {second}: remove {name}"
+            )
 
 
 def ollama_fields(body: OllamaEmbedFields, model: str | None) -> PoolingFields:
-    """Return the fields of an Ollama request. Ollama cuts off what does not fit."""
-    is_cut = body.truncate is not False
+    """Return the fields of an Ollama request. Ollama truncates a text that does not fit."""
+    truncates = body.truncate is not False
     return PoolingFields(
         model=model,
-        truncate_prompt_tokens=-1 if is_cut else None,
-        truncation_side="right" if is_cut else None,
+        truncate_prompt_tokens=-1 if truncates else None,
+        truncation_side="right" if truncates else None,
     )
 
 
@@ -198,7 +202,7 @@ def metadata_of(
     usage: dict[str, Any],
     body: EmbeddingRequest,
 ) -> str:
-    """Return the header that says where each vector of a binary reply is."""
+    """Return the header with the position of each vector in a binary reply."""
     items = []
     start = 0
     for index, (vector, part) in enumerate(zip(vectors, parts, strict=True)):

@@ -43,21 +43,23 @@ def parse_message(data: Bytes, kind: type[M]) -> M:
 
 def fields(message: pb.GenerateRequest | pb.BatchGenerateRequest) -> dict[str, Any]:
     """Return the fields that are set, with the names and types that a JSON request has."""
-    given = {field.name: value for field, value in message.ListFields()}
-    if "structured_outputs" in given:
-        given["structured_outputs"] = {
+    fields_by_name = {field.name: value for field, value in message.ListFields()}
+    if "structured_outputs" in fields_by_name:
+        fields_by_name["structured_outputs"] = {
             field.name: plain(value) for field, value in message.structured_outputs.ListFields()
         }
-    if "repetition_detection" in given:
+    if "repetition_detection" in fields_by_name:
         parts = message.repetition_detection.ListFields()
-        given["repetition_detection"] = RepetitionDetection(
+        fields_by_name["repetition_detection"] = RepetitionDetection(
             **{field.name: value for field, value in parts}
         )
-    if "logit_bias" in given:
-        given["logit_bias"] = {str(token): bias for token, bias in message.logit_bias.items()}
+    if "logit_bias" in fields_by_name:
+        fields_by_name["logit_bias"] = {
+            str(token): bias for token, bias in message.logit_bias.items()
+        }
     if message.early_stopping in ("true", "false"):
-        given["early_stopping"] = message.early_stopping == "true"
-    return {name: plain(value) for name, value in given.items()}
+        fields_by_name["early_stopping"] = message.early_stopping == "true"
+    return {name: plain(value) for name, value in fields_by_name.items()}
 
 
 def plain(value: Any) -> Any:

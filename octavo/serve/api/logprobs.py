@@ -33,19 +33,20 @@ class Layout:
     """The logprobs that a request asks for."""
 
     top: int  # The number of likeliest tokens.
-    named: list[int] | None = None  # These tokens are reported instead of the likeliest.
+    token_ids: list[int] | None = None  # These tokens are reported instead of the likeliest.
     as_ids: bool = False  # Tokens are written as token_id:N.
 
     def _text(self, tokenizer: Tokenizer, token_id: int) -> str:
         return f"token_id:{token_id}" if self.as_ids else token_text(tokenizer, token_id)
 
-    def _shown(self, position: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
+    def _reported(self, position: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
         """Return the tokens to report at a position, which may include the chosen token."""
-        if self.named is not None:
+        if self.token_ids is not None:
             chosen = next(iter(position))
-            listed = dict.fromkeys((chosen, *self.named))
-            return [(token_id, position[token_id]) for token_id in listed]
-        return sorted(position.items(), key=lambda item: item[1].rank or 0)[: self.top]
+            token_ids = dict.fromkeys((chosen, *self.token_ids))
+            return [(token_id, position[token_id]) for token_id in token_ids]
+        by_rank = sorted(position.items(), key=lambda item: item[1].rank or 0)
+        return by_rank[: self.top]
 
     def chat(self, tokenizer: Tokenizer, positions: list[dict[int, Logprob]]) -> dict[str, Any]:
         def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class Layout:
         content = []
         for position in positions:
             (token_id, chosen), *_ = position.items()
-            top = [entry(token_id, logprob) for token_id, logprob in self._shown(position)]
+            top = [entry(token_id, logprob) for token_id, logprob in self._reported(position)]
             content.append({**entry(token_id, chosen), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
@@ -74,28 +75,25 @@ class Layout:
         An entry of `positions` is None for the first token of a prompt, because no token precedes
         it.
         """
-        each: list[dict[str, float] | None] = []
+        chosen_logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
         for position in positions:
             if position is None:
-                each.append(None)
+                chosen_logprobs.append(None)
+                top_logprobs.append(None)
                 continue
-            (token_id, chosen), *_ = position.items()
-            # If two tokens have the same text, the first one is used.
-            values = {
-                self._text(tokenizer, token_id): _finite(logprob.logprob)
-                for token_id, logprob in reversed(self._shown(position))
-            }
-            own = {self._text(tokenizer, token_id): _finite(chosen.logprob)}
-            # The chosen token is the first, as in vLLM. The others follow by rank.
-            each.append({**own, **dict(reversed(values.items())), **own})
-        chosen_logprobs = [
-            None if position is None else _finite(next(iter(position.values())).logprob)
-            for position in positions
-        ]
+            (chosen_id, chosen), *_ = position.items()
+            chosen_logprobs.append(_finite(chosen.logprob))
+            # The chosen token comes first, as in vLLM. The other tokens follow by rank.
+            by_text = {self._text(tokenizer, chosen_id): _finite(chosen.logprob)}
+            for token_id, logprob in self._reported(position):
+                # If two tokens have the same text, the entry belongs to the first of them.
+                by_text.setdefault(self._text(tokenizer, token_id), _finite(logprob.logprob))
+            top_logprobs.append(by_text)
         return {
             "tokens": [self._text(tokenizer, token_id) for token_id in token_ids],
             "token_logprobs": chosen_logprobs,
-            "top_logprobs": each,
+            "top_logprobs": top_logprobs,
             "text_offset": offsets,
         }
 
@@ -103,8 +101,8 @@ class Layout:
 class Offsets:
     """Computes the offset of each token in the text.
 
-    A token that is part of a character has the offset of the character. A token that is not shown
-    has the offset of the next shown token.
+    A token that is part of a character has the offset of the character. A token without text has
+    the offset of the next token with text.
     """
 
     def __init__(
@@ -114,23 +112,26 @@ class Offsets:
         continuing: bool = True,
         position: int = 0,
     ):
-        self.ids = Detokenizer(tokenizer, skip_special_tokens, continuing)
-        self.at = position
-        self.shown = position
+        self.detokenizer = Detokenizer(tokenizer, skip_special_tokens, continuing)
+        self.position = position  # The offset of the next token.
+        self.sent = position  # The end of the text that the client has received.
 
-    def push(self, token_ids: list[int], shown: int, last: bool = True) -> list[int]:
-        """Return the offsets of these tokens. `shown` is the number of new characters in the reply.
+    def push(self, token_ids: list[int], characters: int, is_last: bool = True) -> list[int]:
+        """Return the offsets of these tokens. `characters` counts the new characters of the reply.
 
-        Text is held back while it may become a stop string, which is never shown. Only the `last`
-        call knows. Tokens of a stop string that were reported earlier have the offsets of a text
-        without that stop string.
+        Text that may become a stop string is held back, and a complete stop string is never sent.
+        Whether the tokens belong to a stop string is known at the last call, which therefore limits
+        the offsets to the text that was sent. Tokens of a stop string that were reported earlier
+        keep the offsets that they would have without the stop string.
         """
-        positions = []
+        offsets = []
         for token_id in token_ids:
-            positions.append(self.at)
-            self.at += len(self.ids.push([token_id]))
-        self.shown += shown
-        return [min(position, self.shown) for position in positions] if last else positions
+            offsets.append(self.position)
+            self.position += len(self.detokenizer.push([token_id]))
+        self.sent += characters
+        if not is_last:
+            return offsets
+        return [min(offset, self.sent) for offset in offsets]
 
 
 def prompt_logprobs_of(collector: Collector) -> list[dict[str, Any] | None] | None:

@@ -34,9 +34,9 @@ def optional(schema: Schema) -> Schema:
     return {"anyOf": [NULL, schema]}
 
 
-def one_or_many(item: Schema, *others: Schema) -> Schema:
-    """Return the schema of a text, of a list of items, or of another value."""
-    return {"anyOf": [TEXT, {"type": "array", "items": item}, *others]}
+def one_or_many(item: Schema, *alternatives: Schema) -> Schema:
+    """Return the schema of a text, of a list of items, or of an alternative."""
+    return {"anyOf": [TEXT, {"type": "array", "items": item}, *alternatives]}
 
 
 def without(schema: Schema, member: str) -> Schema:
@@ -48,14 +48,14 @@ def without(schema: Schema, member: str) -> Schema:
 
 
 def text_part(member: str) -> Schema:
-    kinds = [kind for kind, found in TEXT_PARTS.items() if found == member]
+    kinds = [kind for kind, text_member in TEXT_PARTS.items() if text_member == member]
     return typed_object({"type": {"enum": kinds}, member: TEXT}, "type", member)
 
 
 PART: Schema = {"anyOf": [TEXT, *map(text_part, dict.fromkeys(TEXT_PARTS.values()))]}
 CONTENT = one_or_many(PART)
 NAMED = typed_object({"name": TEXT}, "name")
-# A call, and a tool of allowed_tools, may lack the object "function" around them.
+# A call, or a tool of allowed_tools, may have its members outside the object "function".
 NAMED_FUNCTION: Schema = {
     "anyOf": [typed_object({"function": NAMED}, "function"), without(NAMED, "function")]
 }
@@ -129,16 +129,16 @@ def blocks(*kinds: Schema) -> Schema:
     return one_or_many({"anyOf": [TEXT_BLOCK, *kinds]})
 
 
-def turn(role: str, content: Schema) -> Schema:
+def message_of(role: str, content: Schema) -> Schema:
     return typed_object({"role": {"const": role}, "content": content}, "role", "content")
 
 
 # A message of Anthropic's API.
-TURN: Schema = {
+ANTHROPIC_MESSAGE: Schema = {
     "anyOf": [
-        turn("user", blocks(TOOL_RESULT)),
-        turn("assistant", blocks(TOOL_USE, THINKING_BLOCK, REDACTED)),
-        turn("system", blocks()),
+        message_of("user", blocks(TOOL_RESULT)),
+        message_of("assistant", blocks(TOOL_USE, THINKING_BLOCK, REDACTED)),
+        message_of("system", blocks()),
     ]
 }
 CUSTOM_TOOL = typed_object(

@@ -1,6 +1,6 @@
-"""Reads a form of the type multipart/form-data, which lies in a file.
+"""Reads a form of the type multipart/form-data, which is stored in a file.
 
-The content of a part is not read into memory: a part says where it is.
+The content of a part is not read into memory. A FormPart holds its position in the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from octavo.serve.api.api_errors import ApiError, invalid_field
 
-MOST_PARTS = 64
+MAX_PARTS = 64
 HEAD_BYTES = 8192  # The headers of one part.
 FIELD_BYTES = 65_536  # A field that is no file.
 COPY_BYTES = 2**20
@@ -26,42 +26,42 @@ FILENAME = re.compile(rb'(?:^|[;\s])filename="((?:[^"\\]|\\.)*)"')
 
 
 class FormPart(NamedTuple):
-    """A field of a form: where its content is in the file."""
+    """A field of a form, with the position of its content in the file."""
 
-    first: int
+    start: int
     end: int
     filename: str | None
 
     def text(self, path: Path) -> str:
-        if self.end - self.first > FIELD_BYTES:
+        if self.end - self.start > FIELD_BYTES:
             raise invalid_field(None, f"a field of the form has more than {FIELD_BYTES} bytes")
         with path.open("rb") as file:
-            file.seek(self.first)
-            return file.read(self.end - self.first).decode("utf-8", "replace")
+            file.seek(self.start)
+            return file.read(self.end - self.start).decode("utf-8", "replace")
 
     def copy(self, path: Path, target: Path) -> None:
         """Write the content to another file."""
-        left = self.end - self.first
+        bytes_left = self.end - self.start
         with path.open("rb") as source, target.open("wb") as copy:
-            source.seek(self.first)
-            while left > 0:
-                data = source.read(min(COPY_BYTES, left))
+            source.seek(self.start)
+            while bytes_left > 0:
+                data = source.read(min(COPY_BYTES, bytes_left))
                 if not data:
                     break
                 copy.write(data)
-                left -= len(data)
+                bytes_left -= len(data)
 
 
 def boundary_of(headers: Mapping[bytes, bytes]) -> bytes:
     """Return the boundary between the parts of a form."""
-    found = BOUNDARY.match(headers.get(b"content-type", b""))
-    if found is None:
+    match = BOUNDARY.match(headers.get(b"content-type", b""))
+    if match is None:
         raise ApiError(
             415,
             "the body must be a form with a file: send it as multipart/form-data",
             "unsupported_media_type",
         )
-    return found[1] or found[2]
+    return match[1] or match[2]
 
 
 def read_parts(path: Path, boundary: bytes) -> dict[str, FormPart]:
@@ -69,34 +69,34 @@ def read_parts(path: Path, boundary: bytes) -> dict[str, FormPart]:
     if not path.stat().st_size:
         raise bad_form("it is empty")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _read(data, b"--" + boundary)
+        return _parse_parts(data, b"--" + boundary)
 
 
-def _read(data: mmap.mmap, delimiter: bytes) -> dict[str, FormPart]:
+def _parse_parts(data: mmap.mmap, delimiter: bytes) -> dict[str, FormPart]:
     if data[: len(delimiter)] != delimiter:
         raise bad_form("it does not begin with its boundary")
     parts: dict[str, FormPart] = {}
-    place = len(delimiter)
-    while data[place : place + 2] != b"--":
-        if data[place : place + 2] != b"\r\n" or len(parts) >= MOST_PARTS:
+    position = len(delimiter)
+    while data[position : position + 2] != b"--":
+        if data[position : position + 2] != b"\r\n" or len(parts) >= MAX_PARTS:
             raise bad_form("a boundary is malformed, or it has too many parts")
-        head_end = data.find(b"\r\n\r\n", place, place + HEAD_BYTES)
+        head_end = data.find(b"\r\n\r\n", position, position + HEAD_BYTES)
         if head_end < 0:
             raise bad_form("a part has no headers")
         end = _next_boundary(data, delimiter, head_end + 4)
-        name, filename = names_of(data[place:head_end])
+        name, filename = names_of(data[position:head_end])
         parts[name] = FormPart(head_end + 4, end, filename)
-        place = end + 2 + len(delimiter)
+        position = end + 2 + len(delimiter)
     return parts
 
 
-def _next_boundary(data: mmap.mmap, delimiter: bytes, place: int) -> int:
-    """Return where the next boundary begins. The same bytes inside a longer line are content."""
-    while (place := data.find(b"\r\n" + delimiter, place)) >= 0:
-        after = place + 2 + len(delimiter)
-        if data[after : after + 2] in (b"\r\n", b"--"):
-            return place
-        place = after
+def _next_boundary(data: mmap.mmap, delimiter: bytes, position: int) -> int:
+    """Return the position of the next boundary. The same bytes in a longer line are content."""
+    while (position := data.find(b"\r\n" + delimiter, position)) >= 0:
+        line_end = position + 2 + len(delimiter)
+        if data[line_end : line_end + 2] in (b"\r\n", b"--"):
+            return position
+        position = line_end
     raise bad_form("a part has no end")
 
 
@@ -107,8 +107,8 @@ def names_of(head: bytes) -> tuple[str, str | None]:
     if disposition is None or name is None:
         raise bad_form("a part has no name")
     filename = FILENAME.search(disposition[1])
-    shown = None if filename is None else filename[1].decode("utf-8", "replace")
-    return name[1].decode("utf-8", "replace"), shown
+    filename_text = None if filename is None else filename[1].decode("utf-8", "replace")
+    return name[1].decode("utf-8", "replace"), filename_text
 
 
 def bad_form(reason: str) -> ApiError:

@@ -56,7 +56,8 @@ OPTIONS = {
     "frequency_penalty": "frequency_penalty",
 }
 NAMES = {
-    rf"{ours}(?= (?:must|can|has|is)\b|$)": f"options.{name}" for name, ours in OPTIONS.items()
+    rf"{chat_field}(?= (?:must|can|has|is)\b|$)": f"options.{option}"
+    for option, chat_field in OPTIONS.items()
 }
 NAMES |= {
     r"chat_template_kwargs\.enable_thinking": "think",
@@ -69,45 +70,47 @@ NAMES |= {
 
 
 def chat_to_chat(body: OllamaChatRequest, names: tuple[str, ...], limits: Limits) -> Translation:
-    listed = check_messages(body.messages, limits) if body.messages else []
-    messages = [message(given, f"messages.{i}") for i, given in enumerate(listed)]
-    places = [f"messages.{i}" for i in range(len(messages))]
-    given, ignored = shared_fields(body, names)
+    client_messages = check_messages(body.messages, limits) if body.messages else []
+    paths = [f"messages.{i}" for i in range(len(client_messages))]
+    messages = [
+        chat_message(message, path) for message, path in zip(client_messages, paths, strict=True)
+    ]
+    shared, ignored = shared_fields(body, names)
     chat = ChatRequest(
-        **given,
+        **shared,
         **thinking(body.think),
         messages=messages,
         tools=body.tools or None,
         logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,
     )
-    return Translation(chat, FieldNames(NAMES, places, ignored))
+    return Translation(chat, FieldNames(NAMES, paths, ignored))
 
 
 def generate_to_chat(body: OllamaGenerateRequest, names: tuple[str, ...]) -> Translation:
     messages: list[dict[str, Any]] = [{"role": "user", "content": body.prompt or ""}]
-    places = ["prompt"]
+    paths = ["prompt"]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
-        places.insert(0, "system")
-    given, ignored = shared_fields(body, names)
+        paths.insert(0, "system")
+    shared, ignored = shared_fields(body, names)
     chat = ChatRequest(
-        **given,
+        **shared,
         **thinking(body.think),
         messages=messages,
         logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,
     )
-    return Translation(chat, FieldNames({**NAMES, "messages": "prompt"}, places, ignored))
+    return Translation(chat, FieldNames({**NAMES, "messages": "prompt"}, paths, ignored))
 
 
 def generate_to_completion(
     body: OllamaGenerateRequest, names: tuple[str, ...]
 ) -> tuple[CompletionRequest, FieldNames]:
     """Return the request with a raw prompt, without a chat template."""
-    given, ignored = shared_fields(body, names)
-    if given["max_tokens"] is None:
-        given["max_tokens"] = -1
+    shared, ignored = shared_fields(body, names)
+    if shared["max_tokens"] is None:
+        shared["max_tokens"] = -1
     for name in ("system", "think"):
         if getattr(body, name) not in (None, ""):
             ignored.append(name)
@@ -116,43 +119,43 @@ def generate_to_completion(
             "top_logprobs", "top_logprobs needs logprobs: set logprobs to true as well"
         )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    completion = CompletionRequest(**given, prompt=body.prompt, logprobs=logprobs)
+    completion = CompletionRequest(**shared, prompt=body.prompt, logprobs=logprobs)
     return completion, FieldNames(NAMES, ignored=ignored)
 
 
 def shared_fields(body: OllamaRequest, names: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields of a chat or a completion, and the options without effect."""
     sampling, ignored = read_options(body.options or {})
-    given = {**common_fields(body), "max_tokens": None, **sampling}
-    given["model"] = served_name(body.model, names)
-    given["stream"] = body.stream is not False
+    fields = {**common_fields(body), "max_tokens": None, **sampling}
+    fields["model"] = served_name(body.model, names)
+    fields["stream"] = body.stream is not False
     if body.format == "json":
-        given["response_format"] = {"type": "json_object"}
+        fields["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):
         schema = {"schema": body.format}
-        given["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     elif body.format:
         raise invalid_field("format", 'format must be "json" or a JSON schema')
-    return given, ignored
+    return fields, ignored
 
 
 def read_options(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the options as fields of a chat request, and the names of those without effect."""
     try:
-        known, others = convert(options, OllamaOptions)
+        known, unknown = convert(options, OllamaOptions)
     except ApiError as error:
         raise invalid_field(f"options.{error.param}", f"options.{error.message}") from None
-    given = {OPTIONS[name]: getattr(known, name) for name in OPTIONS}
+    fields = {OPTIONS[name]: getattr(known, name) for name in OPTIONS}
     ignored: list[str] = []
-    for name, value in others.items():
+    for name, value in unknown.items():
         field = FIELDS.get(name)
         if field is None or field.chat != REFUSED:
             ignored.append(f"options.{name[:64]}")
         elif value not in field.neutral:
             raise unsupported(f"options.{name}", field.note)
-    if given["max_tokens"] == -2:
-        given["max_tokens"] = -1  # Both values stand for as many tokens as fit.
-    return {name: value for name, value in given.items() if value is not None}, ignored
+    if fields["max_tokens"] == -2:
+        fields["max_tokens"] = -1  # Both values stand for as many tokens as fit.
+    return {name: value for name, value in fields.items() if value is not None}, ignored
 
 
 def served_name(name: str | None, names: tuple[str, ...]) -> str | None:
@@ -160,21 +163,24 @@ def served_name(name: str | None, names: tuple[str, ...]) -> str | None:
     return name if name is None or name in names else name.removesuffix(":latest")
 
 
-def thinking(given: bool | str | None) -> dict[str, Any]:
-    if isinstance(given, str):
-        return {"reasoning_effort": given}
-    return {} if given is None else {"chat_template_kwargs": {"enable_thinking": given}}
+def thinking(think: bool | str | None) -> dict[str, Any]:
+    """Return the fields of a chat request for Ollama's field think."""
+    if think is None:
+        return {}
+    if isinstance(think, str):
+        return {"reasoning_effort": think}
+    return {"chat_template_kwargs": {"enable_thinking": think}}
 
 
-def message(given: dict[str, Any], place: str) -> dict[str, Any]:
+def chat_message(message: dict[str, Any], path: str) -> dict[str, Any]:
     """Return a message in the form of a chat request."""
-    if given.get("images") not in (None, []):
-        raise unsupported(f"{place}.images", "the input must be text")
-    found = {name: value for name, value in given.items() if name not in ("images", "tool_name")}
-    name = member(given, "tool_name", str, place)
-    if name is not None:
-        found["name"] = name
-    return found
+    if message.get("images") not in (None, []):
+        raise unsupported(f"{path}.images", "the input must be text")
+    fields = {name: value for name, value in message.items() if name not in ("images", "tool_name")}
+    tool_name = member(message, "tool_name", str, path)
+    if tool_name is not None:
+        fields["name"] = tool_name
+    return fields
 
 
 # ---- replies -------------------------------------------------------------------------------------
@@ -197,7 +203,7 @@ def loaded_reply(model: str, is_chat: bool) -> dict[str, Any]:
 
 
 class LineWriter:
-    """Builds a reply, whole or as lines of JSON."""
+    """Builds a reply, as one object or as lines of JSON."""
 
     content_type = "application/x-ndjson"
     keep_alive = b""  # Ollama's clients parse every line.
@@ -213,7 +219,7 @@ class LineWriter:
         self._is_chat = is_chat
         self._call: Part | None = None  # The call that is not complete.
 
-    def whole(self, collectors: list[Collector]) -> dict[str, Any]:
+    def full_reply(self, collectors: list[Collector]) -> dict[str, Any]:
         (collector,) = collectors
         (completion,) = collector.best
         deltas = self._parser.push(completion.text, is_last=True)
@@ -264,13 +270,14 @@ class LineWriter:
         return {**line, "done": is_last}
 
     def _complete_calls(self, deltas: list[Delta], is_last: bool) -> list[dict[str, Any]]:
-        """Return the calls that are complete now."""
+        """Return the calls that these deltas complete."""
         complete: list[Part] = []
         for delta in deltas:
             if not isinstance(delta, CallDelta):
                 continue
+            if delta.name is not None and self._call is not None:
+                complete.append(self._call)
             if delta.name is not None or self._call is None:
-                complete += [self._call] if self._call is not None else []
                 self._call = Part("call", "", delta.name or "")
             self._call.text += delta.arguments
         if is_last and self._call is not None:
@@ -306,7 +313,7 @@ def encode_line(value: dict[str, Any]) -> bytes:
 
 
 def family_of(loaded: Loaded) -> str:
-    """Return the architecture in Ollama's way: "llama" for LlamaForCausalLM."""
+    """Return the architecture as Ollama names it, such as "llama" for LlamaForCausalLM."""
     return re.sub(r"(ForCausalLM|LMHeadModel)$", "", loaded.architecture).lower()
 
 

@@ -22,7 +22,7 @@ from octavo.serve.api.reply_writer import (
     EVENT_STREAM,
     Delta,
     ReplyParser,
-    kind_of,
+    delta_kind,
 )
 from octavo.serve.api.request_fields import RESPONSES_MEMBERS
 from octavo.serve.api.translation import (
@@ -84,17 +84,18 @@ def to_chat(
     """
     check_metadata(body.metadata)
     conversation = Conversation()
-    given_tools = functions(body.tools or [])
-    fields = FieldNames(tool_places(given_tools) | NAMES, conversation.places)
-    for place in ("reasoning", "text"):
-        note_members(fields, place, getattr(body, place), RESPONSES_MEMBERS[place])
+    chat_tools_by_index = chat_tools(body.tools or [])
+    names = renumbered_tools(chat_tools_by_index) | NAMES
+    fields = FieldNames(names, conversation.message_paths)
+    for path in ("reasoning", "text"):
+        note_members(fields, path, getattr(body, path), RESPONSES_MEMBERS[path])
     if isinstance(body.tool_choice, dict):
         note_members(fields, "tool_choice", body.tool_choice, RESPONSES_MEMBERS["tool_choice"])
-    for each in body.tools or []:
-        if each.get("type") in IGNORED_TOOL_TYPES:
-            fields.ignored.append(f"tools.{each['type']}")
+    for tool in body.tools or []:
+        if tool.get("type") in IGNORED_TOOL_TYPES:
+            fields.ignored.append(f"tools.{tool['type']}")
         else:
-            note_members(fields, "tools", each, RESPONSES_MEMBERS["tools"])
+            note_members(fields, "tools", tool, RESPONSES_MEMBERS["tools"])
     for message in earlier:
         conversation.append(message, "previous_response_id")
     for i, item in enumerate(input_items(body.input, limits)):
@@ -102,15 +103,15 @@ def to_chat(
     messages = list(conversation.messages)
     if body.instructions:
         conversation.messages.insert(0, {"role": "system", "content": body.instructions})
-        conversation.places.insert(0, "instructions")
-    choice, tools = tool_choice(body.tool_choice, list(given_tools.values()))
+        conversation.message_paths.insert(0, "instructions")
+    choice, tools = tool_choice(body.tool_choice, list(chat_tools_by_index.values()))
     if not tools and body.tools and choice in ("auto", "none"):
         choice = None  # The chat request has no tools to choose from.
     included = body.include or []
     if any(name != LOGPROBS for name in included):
         fields.ignored.append("include")
     wants_logprobs = LOGPROBS in included or body.top_logprobs is not None
-    given = {
+    chat_fields = {
         **common_fields(body),
         "messages": conversation.messages,
         "max_tokens": body.max_output_tokens,
@@ -126,118 +127,120 @@ def to_chat(
         "chat_template_kwargs": body.chat_template_kwargs,
         "return_prompt_text": body.enable_response_messages,
     }
-    return Translation(ChatRequest(**given), fields), messages
+    return Translation(ChatRequest(**chat_fields), fields), messages
 
 
-def input_items(given: str | list[Any] | None, limits: Limits) -> list[Any]:
-    if not given:
+def input_items(value: str | list[Any] | None, limits: Limits) -> list[Any]:
+    if not value:
         raise invalid_field("input", "input must be a text or a list of at least one item")
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    parts = [item.get("content") for item in given if isinstance(item, dict)]
-    count = len(given) + sum(len(part) for part in parts if isinstance(part, list))
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    parts = [item.get("content") for item in value if isinstance(item, dict)]
+    count = len(value) + sum(len(part) for part in parts if isinstance(part, list))
     if count > limits.parts:
         raise invalid_field(
             "input",
             f"input can have at most {limits.parts} items and parts, got {count}",
             "param_out_of_range",
         )
-    return given
+    return value
 
 
-def add_item(conversation: Conversation, item: dict[str, Any], place: str) -> None:
+def add_item(conversation: Conversation, item: dict[str, Any], path: str) -> None:
     """Add an item of the input to the conversation."""
     kind = item.get("type", "message")
     if kind == "message" and item.get("role") == "assistant":
-        text = text_of(item.get("content"), f"{place}.content")
-        conversation.turn("assistant", place)["content"] += text
+        text = text_of(item.get("content"), f"{path}.content")
+        conversation.open_message("assistant", path)["content"] += text
     elif kind == "message":
         message = {"role": item.get("role"), "content": item.get("content")}
-        conversation.append(message, place)
+        conversation.append(message, path)
     elif kind == "function_call":
         conversation.add_call(
-            member(item, "call_id", str, place) or "",
-            member(item, "name", str, place) or "",
-            member(item, "arguments", str, place) or "",
-            place,
+            member(item, "call_id", str, path) or "",
+            member(item, "name", str, path) or "",
+            member(item, "arguments", str, path) or "",
+            path,
         )
     elif kind == "function_call_output":
-        text = text_of(item.get("output"), f"{place}.output")
-        conversation.add_result(member(item, "call_id", str, place) or "", text, place)
+        text = text_of(item.get("output"), f"{path}.output")
+        conversation.add_result(member(item, "call_id", str, path) or "", text, path)
     elif kind == "reasoning":
         content = item.get("content")
         if content in (None, "", []):
             content = item.get("summary")
-        conversation.add_reasoning(text_of(content, f"{place}.content"), place)
+        conversation.add_reasoning(text_of(content, f"{path}.content"), path)
     else:
         raise unsupported(
-            f"{place}.type",
+            f"{path}.type",
             f"the type {kind!r:.64} needs a tool or a store that this server does not have: use "
             "the types message, function_call, function_call_output and reasoning",
         )
 
 
-def functions(given: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the tools of the chat request by their places among those of the client, without those
-    that are left out."""
+def chat_tools(tools: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the tools of the chat request by their index in the request of the client.
+
+    Tools of ignored types are left out.
+    """
     return {
-        place: tool(each)
-        for place, each in enumerate(given)
-        if each.get("type") not in IGNORED_TOOL_TYPES
+        index: chat_tool(tool)
+        for index, tool in enumerate(tools)
+        if tool.get("type") not in IGNORED_TOOL_TYPES
     }
 
 
-def tool_places(tools: dict[int, dict[str, Any]]) -> dict[str, str]:
-    """Return the names of FieldNames for tools whose places have changed."""
-    moved = {number: place for number, place in enumerate(tools) if number != place}
+def renumbered_tools(tools: dict[int, dict[str, Any]]) -> dict[str, str]:
+    """Return the names of FieldNames for tools whose index in the chat request is another one."""
+    renumbered = [(index, original) for index, original in enumerate(tools) if index != original]
     return {
-        rf"tools\.{number}(\.function)?": f"tools.{place}"
-        for number, place in reversed(moved.items())
+        rf"tools\.{index}(\.function)?": f"tools.{original}"
+        for index, original in reversed(renumbered)
     }
 
 
-def tool(given: dict[str, Any]) -> dict[str, Any]:
+def chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool in the form of a chat request, which refuses other types than functions."""
-    if given.get("type") != "function":
-        return given
+    if tool.get("type") != "function":
+        return tool
     names = ("name", "description", "parameters", "strict")
-    function = {name: given[name] for name in names if given.get(name) is not None}
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
 def tool_choice(
-    given: str | dict[str, Any] | None, tools: list[dict[str, Any]]
+    choice: str | dict[str, Any] | None, tools: list[dict[str, Any]]
 ) -> tuple[str | dict[str, Any] | None, list[dict[str, Any]]]:
     """Return the field tool_choice of a chat request, and the tools that may be called."""
-    if not isinstance(given, dict):
-        return given, tools
-    kind = given.get("type")
+    if not isinstance(choice, dict):
+        return choice, tools
+    kind = choice.get("type")
     if kind == "function":
-        return {"type": "function", "function": {"name": given.get("name")}}, tools
+        return {"type": "function", "function": {"name": choice.get("name")}}, tools
     if kind != "allowed_tools":
         raise invalid_field("tool_choice.type", f"tool_choice must be {CHOICES}")
-    allowed = member(given, "tools", list, "tool_choice") or []
-    names = [one.get("name") for one in allowed if isinstance(one, dict)]
-    known = [one for one in tools if one.get("function", {}).get("name") in names]
-    if not known:
+    allowed = member(choice, "tools", list, "tool_choice") or []
+    names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
+    allowed_tools = [tool for tool in tools if tool.get("function", {}).get("name") in names]
+    if not allowed_tools:
         raise invalid_field("tool_choice.tools", "tool_choice.tools names no tool of the request")
-    return member(given, "mode", str, "tool_choice") or "auto", known
+    return member(choice, "mode", str, "tool_choice") or "auto", allowed_tools
 
 
-def truncation(given: str | None) -> int | None:
+def truncation(mode: str | None) -> int | None:
     """Return truncate_prompt_tokens: -1 removes the start of a prompt that does not fit."""
-    if given not in (None, "auto", "disabled"):
+    if mode not in (None, "auto", "disabled"):
         raise invalid_field("truncation", "truncation must be auto or disabled")
-    return -1 if given == "auto" else None
+    return -1 if mode == "auto" else None
 
 
 def text_format(body: ResponsesRequest) -> dict[str, Any] | None:
-    given: dict[str, Any] | None = member(body.text or {}, "format", dict, "text")
-    if given is None:
+    format: dict[str, Any] | None = member(body.text or {}, "format", dict, "text")
+    if format is None:
         return body.response_format
-    if given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
-    return given
+    if format.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}
+    return format
 
 
 def check_metadata(metadata: dict[str, Any] | None) -> None:
@@ -277,7 +280,7 @@ def error_event(error: ApiError, number: int) -> bytes:
 
 
 class ResponseWriter:
-    """Builds a response, whole or as a stream of events."""
+    """Builds a response, as one object or as a stream of events."""
 
     content_type = EVENT_STREAM
     keep_alive = KEEP_ALIVE
@@ -305,7 +308,7 @@ class ResponseWriter:
         output: list[dict[str, Any]] = self.response["output"]
         return output
 
-    def whole(self, collectors: list[Collector]) -> dict[str, Any]:
+    def full_reply(self, collectors: list[Collector]) -> dict[str, Any]:
         (collector,) = collectors
         (completion,) = collector.best
         self._add(completion, is_last=True)
@@ -359,11 +362,11 @@ class ResponseWriter:
     def _add(self, piece: CompletionOutput, is_last: bool) -> list[bytes]:
         """Add a piece of text to the output, and return the events."""
         if self._shape.logprobs is not None and piece.logprobs:
-            found = self._shape.logprobs.chat(self._tokenizer, piece.logprobs)
-            self._logprobs += found["content"]
+            logprobs = self._shape.logprobs.chat(self._tokenizer, piece.logprobs)
+            self._logprobs += logprobs["content"]
         events: list[bytes] = []
         for delta in self._parser.push(piece.text, is_last):
-            kind = kind_of(delta)
+            kind = delta_kind(delta)
             if kind != self._open or (isinstance(delta, CallDelta) and delta.name is not None):
                 events += self._close("completed")
                 events += self._start(kind, delta)
@@ -411,10 +414,10 @@ class ResponseWriter:
         item["status"] = status
         events: list[bytes] = []
         if self._open == "call":
-            done = self._item_event(
+            event = self._item_event(
                 "function_call_arguments.done", name=item["name"], arguments=item["arguments"]
             )
-            events.append(done)
+            events.append(event)
         else:
             (part,) = item["content"]
             members = {"content_index": 0, "text": part["text"]}

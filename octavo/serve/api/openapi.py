@@ -225,7 +225,7 @@ def text_of(limits: Limits) -> dict[str, Any]:
 
 
 def structure(limits: Limits) -> dict[str, Any]:
-    """Return the schema of structured_outputs, which has exactly one of these kinds."""
+    """Return the schema of structured_outputs, which has exactly one kind of spec."""
     text = text_of(limits)
     kinds: dict[str, Schema] = {
         "json": {"anyOf": [OBJECT, text]},
@@ -238,12 +238,12 @@ def structure(limits: Limits) -> dict[str, Any]:
     switches = ("disable_additional_properties", "disable_any_whitespace", "disable_fallback")
     options: dict[str, Schema] = dict.fromkeys(switches, SWITCH)
     pattern = optional({"type": "string", "minLength": 1})
-    each = []
+    alternatives = []
     for kind, schema in kinds.items():
         whitespace = pattern if kind in ("json", "json_object") else NULL
         members = {**absent, **options, "whitespace_pattern": whitespace, kind: schema}
-        each.append({**typed_object(members, kind), "additionalProperties": NULL})
-    return {"anyOf": [NULL, *each]}
+        alternatives.append({**typed_object(members, kind), "additionalProperties": NULL})
+    return {"anyOf": [NULL, *alternatives]}
 
 
 def kinds_of(forms: Iterable[tuple[str, dict[str, Schema], tuple[str, ...]]]) -> list[Schema]:
@@ -303,10 +303,10 @@ def bounds(
 
 def prompt_bounds(limits: Limits, id: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the limits of the fields of prompts. `id` is the schema of a token id."""
-    some_ids = {"type": "array", "items": id, "minItems": 1}
-    one = {"anyOf": [TEXT, some_ids]}
-    several = {"type": "array", "minItems": 1, "maxItems": limits.prompts, "items": one}
-    prompt = {"anyOf": [TEXT, some_ids, several]}
+    token_ids = {"type": "array", "items": id, "minItems": 1}
+    single_prompt = {"anyOf": [TEXT, token_ids]}
+    several = {"type": "array", "minItems": 1, "maxItems": limits.prompts, "items": single_prompt}
+    prompt = {"anyOf": [TEXT, token_ids, several]}
     return {
         "prompt": prompt,
         "input": {"anyOf": [NULL, *prompt["anyOf"]]},
@@ -410,14 +410,14 @@ ALTERNATIVES: dict[type[msgspec.Struct], dict[str, Any]] = {
 
 
 def describe(
-    schema: dict[str, Any], required: tuple[str, ...], known: dict[str, dict[str, Any]]
+    schema: dict[str, Any], required: tuple[str, ...], limits: dict[str, dict[str, Any]]
 ) -> None:
     """Add the limits to the schema of a struct. A required field may not be null."""
     for name, field in schema["properties"].items():
         if name in required:
             field["anyOf"] = [kind for kind in field["anyOf"] if kind != {"type": "null"}]
             field.pop("default")
-        bound = known.get(name, {})
+        bound = limits.get(name, {})
         if "anyOf" in bound:
             field.pop("anyOf")
         field.update(bound)
@@ -500,16 +500,16 @@ def description(
     )
     schemas = dict(zip(kinds, refs, strict=True))
     general = bounds(names, limits, vocab_size)
-    others = other_api_bounds(limits, general)
-    needed = {kind: required for kind, _, required in POSTS.values()}
-    for kind, required in needed.items():
-        known = dict(general)
+    bounds_by_kind = other_api_bounds(limits, general)
+    required_by_kind = {kind: required for kind, _, required in POSTS.values()}
+    for kind, required in required_by_kind.items():
+        kind_bounds = dict(general)
         if kind is not CompletionRequest:
-            del known["prompt"]  # Other routes accept only a string.
-        known |= others.get(kind, {})
-        describe(components[kind.__name__], required, known)
-    for kind, groups in ALTERNATIVES.items():
-        components[kind.__name__] |= groups
+            del kind_bounds["prompt"]  # Other routes accept only a string.
+        kind_bounds |= bounds_by_kind.get(kind, {})
+        describe(components[kind.__name__], required, kind_bounds)
+    for kind, alternatives in ALTERNATIVES.items():
+        components[kind.__name__] |= alternatives
     good = {"description": "The request succeeded.", "content": {"application/json": {}}}
     responses: dict[str, Any] = {"200": good}
     paths: dict[str, Any] = {

@@ -8,6 +8,7 @@ from octavo.serve.api.anthropic_messages import CHOICES, THINKING
 from octavo.serve.api.batch_lines import BATCH_URLS
 from octavo.serve.api.embeddings import SCORE_SIDES
 from octavo.serve.api.message_schemas import (
+    ANTHROPIC_MESSAGE,
     CUSTOM_TOOL,
     FLAT_TOOL,
     INPUT_ITEM,
@@ -22,7 +23,6 @@ from octavo.serve.api.message_schemas import (
     TEXT,
     TEXT_BLOCK,
     TOOL,
-    TURN,
     Schema,
     one_of_types,
     one_or_many,
@@ -67,7 +67,7 @@ def other_api_bounds(
     `general` has the limits of the fields of a chat.
     """
     messages = {"minItems": 1, "maxItems": limits.messages}
-    several = {"minItems": 1, "maxItems": limits.prompts - 1}
+    texts = {"minItems": 1, "maxItems": limits.prompts - 1}
     document = {"anyOf": [TEXT, typed_object({"text": TEXT}, "text")]}
     metadata = {
         "maxProperties": METADATA_PAIRS,
@@ -97,28 +97,29 @@ def other_api_bounds(
         **ollama_bounds(limits, general),
         RerankRequest: {
             "query": document,
-            "documents": {**several, "items": document},
+            "documents": {**texts, "items": document},
             "top_n": {"minimum": 0},
         },
-        ScoreRequest: {name: several for pair in SCORE_SIDES for name in pair},
+        ScoreRequest: {name: texts for pair in SCORE_SIDES for name in pair},
     }
 
 
 def anthropic_bounds(limits: Limits) -> dict[str, Schema]:
-    stop = {"minLength": 1, "maxLength": limits.stop_chars, "pattern": "^[^\\u0000]+$"}
+    stop_string = {"minLength": 1, "maxLength": limits.stop_chars, "pattern": "^[^\\u0000]+$"}
     format = one_of_types({"schema": OBJECT}, "json_schema") | {"required": ["type", "schema"]}
     budget = {"type": ["integer", "null"], "minimum": -1, "maximum": 2**63 - 1}
-    alone = {"disable_parallel_tool_use": SWITCH}
+    parallel_switch = {"disable_parallel_tool_use": SWITCH}
     return {
-        "messages": {"minItems": 1, "maxItems": limits.messages, "items": TURN},
+        "messages": {"minItems": 1, "maxItems": limits.messages, "items": ANTHROPIC_MESSAGE},
         "system": one_or_many(TEXT_BLOCK, NULL),
-        "stop_sequences": {"maxItems": limits.stops, "items": stop},
+        "stop_sequences": {"maxItems": limits.stops, "items": stop_string},
         "tools": {"maxItems": limits.tools, "items": CUSTOM_TOOL},
         "tool_choice": {
             "anyOf": [
                 NULL,
-                one_of_types(alone, *CHOICES),
-                one_of_types({"name": TEXT, **alone}, "tool") | {"required": ["type", "name"]},
+                one_of_types(parallel_switch, *CHOICES),
+                one_of_types({"name": TEXT, **parallel_switch}, "tool")
+                | {"required": ["type", "name"]},
             ]
         },
         "thinking": optional(one_of_types({"budget_tokens": budget}, *THINKING)),
@@ -128,17 +129,17 @@ def anthropic_bounds(limits: Limits) -> dict[str, Schema]:
 
 def responses_bounds(limits: Limits, general: dict[str, Schema]) -> dict[str, Schema]:
     schema = typed_object({"type": {"const": "json_schema"}, "schema": OBJECT}, "type", "schema")
-    others = [
+    other_formats = [
         form
         for form in general["response_format"]["anyOf"]
         if form.get("properties", {}).get("type") != {"const": "json_schema"}
     ]
-    left_out = typed_object({"type": {"enum": list(IGNORED_TOOL_TYPES)}}, "type")
-    named = {"type": "array", "minItems": 1, "items": NAMED}
+    ignored_tool = typed_object({"type": {"enum": list(IGNORED_TOOL_TYPES)}}, "type")
+    named_tools = {"type": "array", "minItems": 1, "items": NAMED}
     choices = [
         {"enum": MODES},
         one_of_types({"name": TEXT}, "function") | {"required": ["type", "name"]},
-        one_of_types({"tools": named, "mode": {"enum": MODES}}, "allowed_tools")
+        one_of_types({"tools": named_tools, "mode": {"enum": MODES}}, "allowed_tools")
         | {"required": ["type", "tools"]},
     ]
     return {
@@ -148,9 +149,9 @@ def responses_bounds(limits: Limits, general: dict[str, Schema]) -> dict[str, Sc
                 {"type": "array", "minItems": 1, "maxItems": limits.parts, "items": INPUT_ITEM},
             ]
         },
-        "tools": {"maxItems": limits.tools, "items": {"anyOf": [FLAT_TOOL, left_out]}},
+        "tools": {"maxItems": limits.tools, "items": {"anyOf": [FLAT_TOOL, ignored_tool]}},
         "tool_choice": {"anyOf": choices},
-        "text": optional(typed_object({"format": {"anyOf": [schema, *others]}})),
+        "text": optional(typed_object({"format": {"anyOf": [schema, *other_formats]}})),
         "reasoning": optional(typed_object(EFFORT)),
         "truncation": {"enum": ["auto", "disabled", None]},
     }
@@ -181,8 +182,8 @@ def ollama_options(general: dict[str, Schema]) -> Schema:
     """Return the schema of Ollama's options, with the limits of the fields of a chat."""
     schema = msgspec.json.schema(OllamaOptions)["$defs"][OllamaOptions.__name__]
     properties: dict[str, Schema] = schema["properties"]
-    for name, ours in OPTIONS.items():
-        properties[name] |= general[ours]
+    for option, chat_field in OPTIONS.items():
+        properties[option] |= general[chat_field]
     properties["num_predict"] = NUM_PREDICT
     return typed_object(properties)
 

@@ -21,6 +21,8 @@ RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 LONG_NUMBER = re.compile(rb"\d{19}")  # Such a number may exceed 64 bits.
 SMALL_BODY = 4096  # bytes
+MAX_BRIEF_VALUES = 64
+MAX_BRIEF_BYTES = 1024
 ESCAPED_COLON = b"\\u003"
 # A body is parsed within 2 ms if it has at most INLINE_BYTES, or if it is mostly text. Then it has
 # at most LONG_TEXT bytes and few commas, which limit the number of values.
@@ -61,21 +63,25 @@ def check_unknown(unknown: dict[str, Any], limits: Limits) -> None:
 
 
 def brief(value: Any) -> Any:
-    is_small = count_values(value, 64) <= 64 and len(msgspec.json.encode(value)) <= 1024
+    """Return the value if it is small, or else True."""
+    is_small = (
+        count_values(value, MAX_BRIEF_VALUES) <= MAX_BRIEF_VALUES
+        and len(msgspec.json.encode(value)) <= MAX_BRIEF_BYTES
+    )
     return value if is_small else True
 
 
-def count_values(value: Any, most: int) -> int:
-    """Return the number of values in `value`, including itself. Stops soon after `most`."""
+def count_values(value: Any, limit: int) -> int:
+    """Return the number of values in `value`, including itself. Stops soon after `limit`."""
     if value is None or isinstance(value, SCALARS):
         return 1
     items = value.values() if isinstance(value, dict) else value
     count = 1 + len(items)
     for item in items:
-        if count > most:
+        if count > limit:
             break
         if not isinstance(item, SCALARS) and item is not None:
-            count += count_values(item, most - count) - 1
+            count += count_values(item, limit - count) - 1
     return count
 
 
@@ -84,13 +90,15 @@ def count_values(value: Any, most: int) -> int:
 
 def parse(data: Bytes) -> dict[str, Any]:
     """Parse a JSON object strictly."""
-    many_values = len(data) <= SMALL_BODY or data.count(b",") > len(data) // 32
-    if many_values and (plain := _plain(data)) is not None:
-        return plain
-    return _strict(data)
+    has_many_values = len(data) <= SMALL_BODY or data.count(b",") > len(data) // 32
+    if has_many_values:
+        value = _parse_fast(data)
+        if value is not None:
+            return value
+    return _parse_strict(data)
 
 
-def _strict(data: Bytes) -> dict[str, Any]:
+def _parse_strict(data: Bytes) -> dict[str, Any]:
     try:
         value = _decoder.decode(data.decode())
         # Half of a surrogate pair is not a character, and cannot be encoded in a reply.
@@ -99,18 +107,16 @@ def _strict(data: Bytes) -> dict[str, Any]:
     except ApiError:
         raise
     except (ValueError, RecursionError) as error:
-        where = (
-            f" (line {error.lineno}, column {error.colno})"
-            if isinstance(error, json.JSONDecodeError)
-            else ""
-        )
-        raise invalid_field(None, f"the body is not valid JSON{where}", "invalid_json") from None
+        position = ""
+        if isinstance(error, json.JSONDecodeError):
+            position = f" (line {error.lineno}, column {error.colno})"
+        raise invalid_field(None, f"the body is not valid JSON{position}", "invalid_json") from None
     if not isinstance(value, dict):
         raise invalid_field(None, "the body must be a JSON object", "invalid_json")
     return value
 
 
-def _plain(data: Bytes) -> dict[str, Any] | None:
+def _parse_fast(data: Bytes) -> dict[str, Any] | None:
     """Parse a JSON object much faster than `parse` can, or return None if it may break a rule.
 
     A colon follows each name. If the encoded value has as many colons as the input, the parser
@@ -126,22 +132,22 @@ def _plain(data: Bytes) -> dict[str, Any] | None:
         return None
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
-        seen: set[str] = set()
+        previous_names: set[str] = set()
         for name, _ in pairs:
-            if name in seen:
+            if name in previous_names:
                 raise invalid_field(name[:64], "a name occurs twice in one object", "invalid_json")
-            seen.add(name)
+            previous_names.add(name)
     return unique
 
 
-def _constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise invalid_field(None, f"{name} is not valid JSON: numbers must be finite", "invalid_json")
 
 
-def _integer(text: str) -> int:
+def _bounded_integer(text: str) -> int:
     if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
         raise invalid_field(None, "an integer does not fit in 64 bits", "invalid_json")
     return value
@@ -149,7 +155,9 @@ def _integer(text: str) -> int:
 
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
-_decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_integer)
+_decoder = json.JSONDecoder(
+    object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant, parse_int=_bounded_integer
+)
 
 
 # ---- types ---------------------------------------------------------------------------------------
@@ -169,11 +177,12 @@ def convert(value: dict[str, Any], kind: type[RequestType]) -> tuple[RequestType
         except msgspec.ValidationError as error:
             raise type_error(str(error)) from None
     known = _fields(kind)
-    return request, {
+    unknown = {
         name: field_value
         for name, field_value in value.items()
         if field_value is not None and name not in known
     }
+    return request, unknown
 
 
 def _whole_numbers(value: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, int]:
@@ -215,5 +224,7 @@ def type_error(message_text: str) -> ApiError:
     message = (
         message_text.replace("`", "").replace("Expected", "expected", 1).replace(" | null", "", 1)
     )
-    message = re.sub(r"\b(str|int|float|bool)\b|\|", lambda word: JSON_WORDS[word.group()], message)
+    message = re.sub(
+        r"\b(str|int|float|bool)\b|\|", lambda match: JSON_WORDS[match.group()], message
+    )
     return invalid_field(path or None, f"{path or 'the body'}: {message}")

@@ -47,11 +47,12 @@ def check_template(front: Front, body: ChatRequest) -> None:
             "template_not_allowed",
             "chat_template",
         )
-    if len(body.chat_template or "") > (most := front.config.limits.template_chars):
+    limit = front.config.limits.template_chars
+    size = len(body.chat_template or "")
+    if size > limit:
         raise invalid_field(
             "chat_template",
-            f"chat_template can have at most {most} characters, "
-            f"got {len(body.chat_template or '')}",
+            f"chat_template can have at most {limit} characters, got {size}",
             "param_out_of_range",
         )
     if body.chat_template is None and not front.tokenizer.chat_templates:
@@ -62,16 +63,16 @@ def check_template(front: Front, body: ChatRequest) -> None:
         )
 
 
-def longest(front: Front, truncated: int | None) -> int:
+def max_prompt_tokens(front: Front, truncated_to: int | None) -> int:
     """Return how many tokens a prompt may have. There is no limit if it will be truncated."""
-    return front.client.model.max_model_len if truncated is None else sys.maxsize
+    return front.client.model.max_model_len if truncated_to is None else sys.maxsize
 
 
 def template_options(front: Front, body: ChatRequest) -> dict[str, Any]:
     """Return the variables of the chat template.
 
-    These are those of the server, chat_template_kwargs, and the request fields that are variables
-    too.
+    They come from the settings of the server, from chat_template_kwargs, and from request fields
+    that are also variables.
     """
     options = {
         **(front.config.default_chat_template_kwargs or {}),
@@ -88,8 +89,8 @@ def template_options(front: Front, body: ChatRequest) -> dict[str, Any]:
 def check_template_options(front: Front, body: ChatRequest, headers: dict[str, str]) -> None:
     """Refuse chat_template_kwargs that would replace a field of the request.
 
-    A header names those that the template of the server does not use. A template that came with
-    the request is not checked here, because it may only run in a worker process.
+    A header names the variables that the template of the server does not use. A template that came
+    with the request is not checked here, because it may only run in a worker process.
     """
     options = template_options(front, body)
     if not options:
@@ -103,8 +104,8 @@ def check_template_options(front: Front, body: ChatRequest, headers: dict[str, s
     if unused and front.config.strict_params:
         raise unsupported(
             names[0] if names else "chat_template_kwargs",
-            "the chat template does not use it, and this server refuses unknown parameters "
-            "(--strict-params)",
+            "the chat template does not use this variable, and this server refuses unknown "
+            "parameters (--strict-params)",
         )
     if body.documents and template.unused(["documents"]):
         names.append("documents")
@@ -116,9 +117,9 @@ def check_template_options(front: Front, body: ChatRequest, headers: dict[str, s
 
 def check_size(tokenizer: Tokenizer, size: int, context: int, param: str) -> None:
     """Refuse a text of so many characters that it must have more tokens than the context."""
-    least = size // (4 * tokenizer.longest_token)
-    if least >= context:
-        raise prompt_too_long(f"at least {least}", context, param)
+    min_tokens = size // (4 * tokenizer.longest_token)
+    if min_tokens >= context:
+        raise prompt_too_long(f"at least {min_tokens}", context, param)
 
 
 def chat_size(messages: list[dict[str, Any]]) -> int:
@@ -140,9 +141,9 @@ def chat_job(
     """Return the job that tokenises a conversation. Encode describes `keep` and `context`."""
     messages = check_messages(body.messages, front.config.limits)
     check_template(front, body)
-    most = longest(front, body.truncate_prompt_tokens)
-    check_size(front.tokenizer, chat_size(messages), most, "messages")
-    own_options = {
+    max_tokens = max_prompt_tokens(front, body.truncate_prompt_tokens)
+    check_size(front.tokenizer, chat_size(messages), max_tokens, "messages")
+    prompt_options = {
         "add_generation_prompt": body.add_generation_prompt,
         "continue_final_message": bool(body.continue_final_message),
     }
@@ -150,7 +151,7 @@ def chat_job(
         messages=messages,
         tools=tools.tools if tools else None,
         template=body.chat_template,
-        options={**template_options(front, body), **own_options},
+        options={**template_options(front, body), **prompt_options},
         context=context,
         keep=keep,
         keep_first=body.truncation_side == "right",
@@ -162,7 +163,7 @@ async def chat_ids(
     front: Front, body: ChatRequest, checked: CheckedRequest, tools: ToolUse | None, context: int
 ) -> list[int]:
     """Return the tokens of a conversation, which must have fewer than `context`."""
-    keep = tokens_kept(front, body, checked.max_tokens)
+    keep = truncation_length(front, body, checked.max_tokens)
     job = chat_job(front, body, tools, keep, context)
     tokens = await front.text.encode_chat(front.tokenizer, job)
     return truncate(tokens, body, keep, checked.headers)
@@ -188,10 +189,10 @@ async def completion_prompts(
 
     The text is None if the prompt was truncated or given as token ids.
     """
-    keep = tokens_kept(front, body, checked.max_tokens)
-    context = longest(front, keep)
-    many = prompt_list(body.prompt, front.config.limits)
-    texts = [one for one in many if isinstance(one, str)]
+    keep = truncation_length(front, body, checked.max_tokens)
+    context = max_prompt_tokens(front, keep)
+    prompts = prompt_list(body.prompt, front.config.limits)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     for text in texts:
         check_size(front.tokenizer, len(text), context, "prompt")
     job = Encode(
@@ -203,22 +204,22 @@ async def completion_prompts(
         parse_special=parse_special(front, body.parse_special),
     )
     encoded = iter(await front.text.encode(front.tokenizer, job) if texts else ())
-    found: list[tuple[str | None, list[int]]] = []
-    for one in many:
-        if isinstance(one, str):
+    results: list[tuple[str | None, list[int]]] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
             tokens = next(encoded)
-            kept = truncate(tokens, body, keep, checked.headers)
-            text_kept = one if len(kept) == tokens.total else None
-            found.append((text_kept, front.tokenizer.as_prompt(kept)))
+            ids = truncate(tokens, body, keep, checked.headers)
+            text_of_ids = prompt if len(ids) == tokens.total else None
+            results.append((text_of_ids, front.tokenizer.as_prompt(ids)))
             continue
-        if isinstance(one, bytes):  # A worker process has checked and packed these token ids.
-            ids = await front.text.unpack(one)
-        elif isinstance(one, list):
-            ids = check_ids(one, front.client.model.vocab_size, "prompt")
+        if isinstance(prompt, bytes):  # A worker process has checked and packed these token ids.
+            ids = await front.text.unpack(prompt)
+        elif isinstance(prompt, list):
+            ids = check_ids(prompt, front.client.model.vocab_size, "prompt")
         else:
             raise invalid_field("prompt", "each prompt must be a string or a list of token ids")
-        found.append((None, truncate(Tokens(ids, len(ids)), body, keep, checked.headers)))
-    return found
+        results.append((None, truncate(Tokens(ids, len(ids)), body, keep, checked.headers)))
+    return results
 
 
 def prompt_list(prompt: str | list[Any] | None, limits: Limits, param: str = "prompt") -> list[Any]:
@@ -229,41 +230,43 @@ def prompt_list(prompt: str | list[Any] | None, limits: Limits, param: str = "pr
             f"{param} must be a string, a list of strings, a list of token ids, or a list of lists "
             "of token ids",
         )
-    many = [prompt] if isinstance(prompt, str) or type(prompt[0]) in (int, float, bool) else prompt
-    if len(many) > limits.prompts:
+    prompts: list[Any] = [prompt]
+    if isinstance(prompt, list) and type(prompt[0]) not in (int, float, bool):
+        prompts = prompt
+    if len(prompts) > limits.prompts:
         raise invalid_field(
             param,
-            f"a request can have at most {limits.prompts} prompts, got {len(many)}",
+            f"a request can have at most {limits.prompts} prompts, got {len(prompts)}",
             "param_out_of_range",
         )
-    return many
+    return prompts
 
 
 def check_ids(ids: list[Any], vocab_size: int, param: str) -> list[int]:
     if not ids:
         raise invalid_field(param, "a list of token ids must not be empty")
-    if any(type(t) is not int for t in ids):
+    if any(type(token_id) is not int for token_id in ids):
         raise invalid_field(param, "token ids must be integers")
     if min(ids) < 0 or max(ids) >= vocab_size:
-        wrong = next(t for t in ids if not 0 <= t < vocab_size)
+        invalid_id = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
         raise invalid_field(
-            param, f"token id {wrong} is out of vocabulary: ids are in [0, {vocab_size - 1}]"
+            param, f"token id {invalid_id} is out of vocabulary: ids are in [0, {vocab_size - 1}]"
         )
     return ids
 
 
-def tokens_kept(front: Front, body: OpenAI, max_tokens: int | None) -> int | None:
+def truncation_length(front: Front, body: OpenAI, max_tokens: int | None) -> int | None:
     """Return the number of tokens to which a longer prompt is truncated, or None for no truncation.
 
     `max_tokens` is the largest number of tokens in the reply.
     """
-    most = body.truncate_prompt_tokens
-    if most is None:
+    requested = body.truncate_prompt_tokens
+    if requested is None:
         return None
-    if most == -1:
+    if requested == -1:
         reply = 1 if max_tokens is None or max_tokens == UNBOUNDED else max_tokens
         return max(front.client.model.longest - reply, 1)
-    return check_count("truncate_prompt_tokens", most, 1)
+    return check_count("truncate_prompt_tokens", requested, minimum=1)
 
 
 def truncate(tokens: Tokens, body: OpenAI, keep: int | None, headers: dict[str, str]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Builds the replies of the OpenAI API, whole or in chunks, without I/O.
+"""Builds the replies of the OpenAI API, as one object or in chunks, without I/O.
 
 A stream sends similar objects thousands of times per second. So a chunk is joined from encoded
 parts, which takes 2 us instead of the 15 us for encoding a dictionary of dictionaries.
@@ -22,9 +22,9 @@ from octavo.serve.api.reply_writer import (
     ReasoningDelta,
     ReasoningStart,
     ReplyParser,
-    whole_parts,
+    complete_parts,
 )
-from octavo.serve.api.request_tools import ToolUse, whole_call
+from octavo.serve.api.request_tools import ToolUse, tool_call
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_calls import CallDelta
 
@@ -83,11 +83,9 @@ class Envelope(NamedTuple):
 
 
 def prompt_text(tokenizer: Tokenizer, collector: Collector) -> str:
-    return (
-        collector.prompt
-        if collector.prompt is not None
-        else tokenizer.decode(collector.request.prompt, skip_special_tokens=False)
-    )
+    if collector.prompt is not None:
+        return collector.prompt
+    return tokenizer.decode(collector.request.prompt, skip_special_tokens=False)
 
 
 def usage_of(collectors: list[Collector], generated: int | None = None) -> dict[str, Any]:
@@ -110,10 +108,10 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-# ---- whole replies -------------------------------------------------------------------------------
+# ---- replies without streaming -------------------------------------------------------------------
 
 
-def whole(
+def full_reply(
     envelope: Envelope, tokenizer: Tokenizer, collectors: list[Collector], shape: Shape
 ) -> dict[str, Any]:
     """Return the reply to a request without streaming. As in vLLM, missing values are null."""
@@ -121,12 +119,12 @@ def whole(
     for prompt_index, collector in enumerate(collectors):
         for number, completion in enumerate(collector.best):
             index = prompt_index * shape.n + number
-            choices.append(
-                chat_choice(tokenizer, completion, index, shape)
-                if shape.chat
-                else text_choice(tokenizer, collector, completion, index, shape)
-            )
-    found: dict[str, Any] = {
+            if shape.chat:
+                choice = chat_choice(tokenizer, completion, index, shape)
+            else:
+                choice = text_choice(tokenizer, collector, completion, index, shape)
+            choices.append(choice)
+    reply: dict[str, Any] = {
         **envelope.fields("chat.completion" if shape.chat else "text_completion"),
         "choices": choices,
         "service_tier": None,
@@ -135,10 +133,10 @@ def whole(
     }
     if shape.chat:
         collector = collectors[0]
-        found["prompt_logprobs"] = prompt_logprobs_of(collector) if shape.prompt_logprobs else None
-        found["prompt_token_ids"] = collector.request.prompt if shape.token_ids else None
-        found["prompt_text"] = prompt_text(tokenizer, collector) if shape.prompt_text else None
-    return found
+        reply["prompt_logprobs"] = prompt_logprobs_of(collector) if shape.prompt_logprobs else None
+        reply["prompt_token_ids"] = collector.request.prompt if shape.token_ids else None
+        reply["prompt_text"] = prompt_text(tokenizer, collector) if shape.prompt_text else None
+    return reply
 
 
 def chat_choice(
@@ -172,10 +170,10 @@ def chat_choice(
 
 def add_parts(message: dict[str, Any], text: str, shape: Shape) -> int:
     """Add the parts of a text to a message. Returns the number of calls."""
-    parts = whole_parts(shape.parser(), text)
+    parts = complete_parts(shape.parser(), text)
     content = "".join(part.text for part in parts if part.kind == "text")
     reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
-    calls = [whole_call(part.name, part.text) for part in parts if part.kind == "call"]
+    calls = [tool_call(part.name, part.text) for part in parts if part.kind == "call"]
     message["content"] = content or (None if calls or reasoning else "")
     if reasoning and shape.shows_reasoning:
         message["reasoning"] = message["reasoning_content"] = reasoning
@@ -201,18 +199,18 @@ def text_choice(
 ) -> dict[str, Any]:
     text = completion.text
     ids = completion.token_ids
-    found: list[Any] = list(completion.logprobs or [])
+    positions: list[Any] = list(completion.logprobs or [])
     reason = completion.finish_reason
     echoed = ""
     if shape.prompt_only:
         text = ""
         ids = []
-        found = []
+        positions = []
         reason = "length"
     prompt = collector.request.prompt if shape.echo else []
     if shape.echo:
         echoed = prompt_text(tokenizer, collector)
-        found = [*(collector.prompt_logprobs or [None] * len(prompt)), *found]
+        positions = [*(collector.prompt_logprobs or [None] * len(prompt)), *positions]
     logprobs = None
     if shape.logprobs is not None:
         offsets = Offsets(tokenizer, collector.prompt is not None, continuing=False).push(
@@ -220,7 +218,7 @@ def text_choice(
         )
         skip = collector.request.params.skip_special_tokens
         offsets += Offsets(tokenizer, skip, position=len(echoed)).push(ids, len(text))
-        logprobs = shape.logprobs.completion(tokenizer, prompt + ids, found, offsets)
+        logprobs = shape.logprobs.completion(tokenizer, prompt + ids, positions, offsets)
     return {
         "index": index,
         "text": echoed + text,
@@ -237,7 +235,7 @@ def text_choice(
 
 
 class ChunkWriter:
-    """Builds one reply, whole or in chunks. It is the ReplyWriter of chats and completions."""
+    """Builds one reply, as one object or in chunks, for chats and completions."""
 
     content_type = EVENT_STREAM
     keep_alive = KEEP_ALIVE
@@ -253,12 +251,12 @@ class ChunkWriter:
         self._head = b"data: " + encode(envelope.fields(kind))[:-1] + b',"choices":['
         self._tail = b"]}\n\n" if shape.usage is None else b'],"usage":null}\n\n'
         self._offsets: dict[int, Offsets] = {}  # index of the choice -> its offsets
-        self._sent = 0  # The number of generated tokens in the chunks so far.
-        self._begun: set[int] = set()  # The choices whose first chunk was sent.
-        self._opened: set[int] = set()  # The choices whose prompt_token_ids were sent.
+        self._sent_tokens = 0  # The number of generated tokens in the chunks so far.
+        self._started: set[int] = set()  # The choices whose first chunk was sent.
+        self._with_prompt_ids: set[int] = set()  # The choices whose prompt_token_ids were sent.
 
-    def whole(self, collectors: list[Collector]) -> dict[str, Any]:
-        return whole(self.envelope, self.tokenizer, collectors, self.shape)
+    def full_reply(self, collectors: list[Collector]) -> dict[str, Any]:
+        return full_reply(self.envelope, self.tokenizer, collectors, self.shape)
 
     def begin(self) -> bytes:
         return b""
@@ -269,8 +267,8 @@ class ChunkWriter:
         """Return the chunks for a piece of text. The role or the prompt precede the first piece."""
         index = prompt_index * self.shape.n + piece.index
         first = b""
-        if index not in self._begun:
-            self._begun.add(index)
+        if index not in self._started:
+            self._started.add(index)
             if self.shape.chat:
                 first = self._role(index, collectors[prompt_index])
             elif self.shape.echo:
@@ -293,9 +291,9 @@ class ChunkWriter:
             extra["prompt_token_ids"] = collector.request.prompt
         if self.shape.prompt_text:
             extra["prompt_text"] = prompt_text(self.tokenizer, collector)
-        more = b"," + encode(extra)[1:-1] if extra else b""
+        extra_members = b"," + encode(extra)[1:-1] if extra else b""
         tail = self._tail_of([collector])
-        chunks = self._head + first + b"]" + more + tail[1:]
+        chunks = self._head + first + b"]" + extra_members + tail[1:]
         if self.shape.prefix:
             delta = {"content": self.shape.prefix}
             chunks += self._rich(index, CompletionOutput(index, "", []), [collector], delta)
@@ -307,8 +305,8 @@ class ChunkWriter:
             index, prompt_text(self.tokenizer, collector), collector.request.prompt
         )
         if collector.prompt_logprobs is not None and self.shape.logprobs is not None:
-            found: list[Any] = list(collector.prompt_logprobs)
-            echoed.logprobs = found
+            positions: list[Any] = list(collector.prompt_logprobs)
+            echoed.logprobs = positions
         self._offsets[index] = Offsets(
             self.tokenizer, collector.prompt is not None, continuing=False
         )
@@ -327,7 +325,7 @@ class ChunkWriter:
     ) -> bytes:
         """Return the chunk for a piece of text. `echoed` is true if the piece is the prompt."""
         if not echoed:
-            self._sent += len(piece.token_ids)
+            self._sent_tokens += len(piece.token_ids)
         if self.shape.is_parsed:
             return self._with_parts(index, piece, collectors)
         if self._is_rich:
@@ -359,12 +357,12 @@ class ChunkWriter:
         if index not in self._parsers:
             self._parsers[index] = self.shape.parser()
         parser = self._parsers[index]
-        alone = CompletionOutput(index, "", [])
-        chunks = [
-            self._rich(index, alone, collectors, delta)
-            for part in parser.push(piece.text, piece.finish_reason is not None)
-            if (delta := self._delta(part)) is not None
-        ]
+        empty_piece = CompletionOutput(index, "", [])
+        chunks: list[bytes] = []
+        for part in parser.push(piece.text, piece.finish_reason is not None):
+            delta = self._delta(part)
+            if delta is not None:
+                chunks.append(self._rich(index, empty_piece, collectors, delta))
         if piece.finish_reason is not None or self._is_rich:
             last = replace(piece, finish_reason=finish_reason(piece, parser.calls, self.shape))
             chunks.append(self._rich(index, last, collectors, {}))
@@ -375,8 +373,9 @@ class ChunkWriter:
         if isinstance(part, str):
             return {"content": part}
         if isinstance(part, ReasoningDelta):
-            both_names = {"reasoning": part.text, "reasoning_content": part.text}
-            return both_names if self.shape.shows_reasoning else None
+            if not self.shape.shows_reasoning:
+                return None
+            return {"reasoning": part.text, "reasoning_content": part.text}
         if not self.shape.is_legacy:
             return _call_delta(part)
         if part.call:
@@ -403,8 +402,8 @@ class ChunkWriter:
             choice["stop_reason"] = piece.stop_reason
         if self.shape.token_ids:
             choice["token_ids"] = [] if echoed else piece.token_ids
-            if not self.shape.chat and index not in self._opened:
-                self._opened.add(index)
+            if not self.shape.chat and index not in self._with_prompt_ids:
+                self._with_prompt_ids.add(index)
                 collector = collectors[0 if echoed else index // self.shape.n]
                 choice["prompt_token_ids"] = collector.request.prompt
         return self._head + encode(choice) + self._tail_of(collectors)
@@ -430,21 +429,24 @@ class ChunkWriter:
         """Return the end of a chunk, with the usage so far if every chunk has it."""
         if self.shape.usage != "all":
             return self._tail
-        return b'],"usage":' + encode(usage_of(collectors, self._sent)) + b"}\n\n"
+        return b'],"usage":' + encode(usage_of(collectors, self._sent_tokens)) + b"}\n\n"
 
     def end(self, collectors: list[Collector], error: ApiError | None) -> bytes:
         """Return the last events of a stream.
 
         The usage precedes an error, because clients stop reading at an error.
         """
-        usage = b""
+        events = b""
         if self.shape.usage is not None:
-            found = usage_of(collectors, 0 if self.shape.prompt_only else None)
-            usage = self._head + b'],"usage":' + encode(found) + b"}\n\n"
-        return usage + (b"" if error is None else event(error.encode())) + DONE
+            usage = usage_of(collectors, 0 if self.shape.prompt_only else None)
+            events = self._head + b'],"usage":' + encode(usage) + b"}\n\n"
+        if error is not None:
+            events += event(error.encode())
+        return events + DONE
 
 
-def _call_delta(new: CallDelta) -> dict[str, Any]:
-    if new.name is None:
-        return {"tool_calls": [{"index": new.call, "function": {"arguments": new.arguments}}]}
-    return {"tool_calls": [{"index": new.call, **whole_call(new.name, new.arguments)}]}
+def _call_delta(delta: CallDelta) -> dict[str, Any]:
+    call: dict[str, Any] = {"function": {"arguments": delta.arguments}}
+    if delta.name is not None:
+        call = tool_call(delta.name, delta.arguments)
+    return {"tool_calls": [{"index": delta.call, **call}]}

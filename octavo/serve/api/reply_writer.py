@@ -1,15 +1,14 @@
-"""The interface of all APIs to the one path of a reply, and the parts of which a chat consists.
+"""The interface between the code that runs requests and the formats of the APIs.
 
 `endpoints/completions.py` runs a request and passes its output to a ReplyWriter, which builds the
 bytes of one API. The writers of the APIs that have blocks of content, such as Anthropic's, read the
-text of the model with a ReplyParser. A reply that is sent as a whole and a stream of the same reply
-have the same parts.
+text of the model with a ReplyParser. A reply without streaming and a stream of the same reply have
+the same parts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -34,7 +33,7 @@ class ReplyWriter(Protocol):
     def keep_alive(self) -> bytes:
         """The bytes that a stream sends while it has no text. They may be empty."""
 
-    def whole(self, collectors: list[Collector]) -> Any:
+    def full_reply(self, collectors: list[Collector]) -> Any:
         """Return the reply without streaming, as a value for JSON."""
 
     def begin(self) -> bytes:
@@ -84,7 +83,7 @@ class ReplyParser:
     def push(self, text: str, is_last: bool) -> list[Delta]:
         """Return the new parts in the order in which the model wrote them."""
         if self._reasoning is None:
-            return list(self._answer(text, is_last))
+            return list(self._split_answer(text, is_last))
         pieces = self._reasoning.push(text)
         if is_last:
             pieces += self._reasoning.finish()
@@ -97,16 +96,19 @@ class ReplyParser:
                 part = part.lstrip()  # Models put white space between reasoning and answer.
             if part:
                 self._has_answer = True
-                deltas += self._answer(part, is_last=False)
+                deltas += self._split_answer(part, is_last=False)
         if is_last:
-            deltas += self._answer("", is_last=True)
+            deltas += self._split_answer("", is_last=True)
         return deltas
 
-    def _answer(self, text: str, is_last: bool) -> Iterable[str | CallDelta]:
+    def _split_answer(self, text: str, is_last: bool) -> list[str | CallDelta]:
+        """Return the new parts of the answer: texts and calls of tools."""
         if self._tools is None:
             return [text] if text else []
         deltas = self._tools.push(text)
-        return deltas + self._tools.finish() if is_last else deltas
+        if is_last:
+            deltas += self._tools.finish()
+        return deltas
 
 
 @dataclass
@@ -118,11 +120,11 @@ class Part:
     name: str = ""  # The name of the tool, if the part is a call.
 
 
-def whole_parts(parser: ReplyParser, text: str) -> list[Part]:
+def complete_parts(parser: ReplyParser, text: str) -> list[Part]:
     """Return the parts of a complete reply."""
     parts: list[Part] = []
     for delta in parser.push(text, is_last=True):
-        kind = kind_of(delta)
+        kind = delta_kind(delta)
         if isinstance(delta, CallDelta):
             if delta.name is not None:
                 parts.append(Part(kind, "", delta.name))
@@ -134,7 +136,7 @@ def whole_parts(parser: ReplyParser, text: str) -> list[Part]:
     return parts
 
 
-def kind_of(delta: Delta) -> str:
+def delta_kind(delta: Delta) -> str:
     if isinstance(delta, str):
         return "text"
     return "reasoning" if isinstance(delta, ReasoningDelta) else "call"
@@ -146,7 +148,7 @@ def arguments_object(arguments: str) -> dict[str, Any]:
     Arguments that are not a JSON object are not repaired: the object has their text.
     """
     try:
-        found = json.loads(arguments or "{}")
+        value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"arguments": arguments}
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}

@@ -6,7 +6,7 @@ honoured   The field has its effect.
 label      The client may use the field for its own records. It has no effect.
 ignored    The field cannot change the text of the reply. The header x-ignored-params names it.
 refused    The field would change the reply, and the server does not support that. The reply is an
-           error with the code unsupported_parameter, unless the value asks for nothing.
+           error with the code unsupported_parameter, unless the value is neutral.
 
 validate.py reads the table, docs/fields.md shows it, and tests/serve/test_fields.py sends every
 field. A field that is not in the table is unknown: it is ignored, or refused with --strict-params.
@@ -27,10 +27,11 @@ class Field(NamedTuple):
     chat: str  # The status on /v1/chat/completions.
     completion: str  # The status on /v1/completions, and on other routes that lack the field.
     note: str  # The meaning of the field, or the reason why it is not honoured.
-    neutral: tuple[Any, ...] = ()  # The values that ask for nothing.
+    neutral: tuple[Any, ...] = ()  # The values that do not change the reply.
 
 
 def _both(status: str, name: str, note: str, *neutral: Any) -> Field:
+    """Return a field that has the same status in chats and completions."""
     return Field(name, status, status, note, neutral)
 
 

@@ -47,9 +47,9 @@ def show_tags(
 def reasoning_start(
     front: Front, body: ChatRequest, prompt: list[int], checked: CheckedRequest
 ) -> ReasoningStart | None:
-    """Return how the reply to a prompt begins, and fit the parameters of the request to it.
+    """Return how the reply to a prompt begins, and adapt the parameters of the request to it.
 
-    A structure is that of the answer, after the reasoning.
+    Structured output applies to the answer that follows the reasoning.
     """
     budget = body.thinking_token_budget
     style = reasoning_style(front, body)

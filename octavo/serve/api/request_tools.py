@@ -55,11 +55,11 @@ class ToolUse:
     format: ToolFormat
     parallel: bool
     grammar: str | None  # The grammar of the whole reply.
-    shown: bool  # The text must contain special tokens, because they are tags of the format.
+    keeps_special_tokens: bool  # The text must contain the special tokens that the format uses.
     ignored: tuple[str, ...] = ()  # The fields without effect.
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        if self.shown:
+        if self.keeps_special_tokens:
             params = replace(params, skip_special_tokens=False)
         if self.grammar is not None:
             if params.use_beam_search:
@@ -85,14 +85,15 @@ class ToolUse:
         """Return a function that receives text in pieces and returns whether a call is complete."""
         parser = self.parser()
 
-        def over(text: str) -> bool:
+        def is_complete(text: str) -> bool:
             parser.push(text)
-            return parser.over
+            return parser.is_done
 
-        return over
+        return is_complete
 
 
-def whole_call(name: str, arguments: str) -> dict[str, Any]:
+def tool_call(name: str, arguments: str) -> dict[str, Any]:
+    """Return a complete call of a tool, as an entry of `tool_calls`."""
     return {
         "id": f"call_{secrets.token_hex(12)}",
         "type": "function",
@@ -101,11 +102,11 @@ def whole_call(name: str, arguments: str) -> dict[str, Any]:
 
 
 def read_tools(
-    front: Front, body: ChatRequest, answer: StructuredOutputs | None = None
+    front: Front, body: ChatRequest, answer_format: StructuredOutputs | None = None
 ) -> ToolUse | None:
     """Return the tools of a request, or None if the model may not call any.
 
-    `answer` is the structure of a reply without calls.
+    `answer_format` is the structure of a reply without calls.
     """
     if body.tools is None:
         if body.tool_choice not in (None, "none"):
@@ -120,7 +121,7 @@ def read_tools(
     check_template(front, body)
     format = choose_format(front, body)
     parallel = body.parallel_tool_calls is not False
-    forced = choice.mode == "required" or answer is not None
+    forced = choice.mode == "required" or answer_format is not None
     if forced and not has_grammar(format):
         format = HERMES  # A grammar can force calls in any format.
     allowed = tools
@@ -132,26 +133,28 @@ def read_tools(
     is_strict = any(tool["function"].get("strict") for tool in allowed)
     if choice.mode == "required":
         grammar = call_grammar(format, allowed, parallel and not choice.is_single, specials)
-    elif answer is not None:
-        schema = answer_schema(body, answer)
+    elif answer_format is not None:
+        schema = answer_schema(body, answer_format)
         grammar = call_grammar(format, allowed, parallel, specials, schema)
     elif (is_strict or choice.names) and allows_free_text(format):
         grammar = call_grammar(format, allowed, parallel, specials, free=True)
     elif choice.names:
-        tools = allowed  # The model does not see the others.
+        tools = allowed  # The prompt contains only the allowed tools.
     if is_strict and grammar is None:
         ignored = ("tools.function.strict",)
     return ToolUse(tools, format, parallel, grammar, bool(specials), ignored)
 
 
-def modernise(body: ChatRequest) -> bool:
-    """Turn functions and function_call into tools and tool_choice. Returns whether it did."""
+def replace_functions(body: ChatRequest) -> bool:
+    """Replace functions and function_call by tools and tool_choice. Returns whether it did."""
     if body.functions is None:
         if body.function_call not in (None, "none", "auto"):
             raise invalid_field("function_call", "function_call needs functions: set functions too")
         return False
     if body.tools is not None or body.tool_choice is not None:
-        raise invalid_field("functions", "functions is the old form of tools: send one of them")
+        raise invalid_field(
+            "functions", "functions is the old form of tools: send either functions or tools"
+        )
     body.tools = [{"type": "function", "function": function} for function in body.functions]
     call = body.function_call
     if isinstance(call, str) and call not in ("none", "auto"):
@@ -173,10 +176,10 @@ def choose_format(front: Front, body: ChatRequest) -> ToolFormat:
     return detect_format(select_template(front.tokenizer, tools=True), front.tokenizer)
 
 
-def answer_schema(body: ChatRequest, answer: StructuredOutputs) -> str:
+def answer_schema(body: ChatRequest, answer_format: StructuredOutputs) -> str:
     """Return the JSON schema of an answer that may replace calls."""
-    if answer.json is not None:
-        schema = str(answer.json)
+    if answer_format.json is not None:
+        schema = str(answer_format.json)
         try:
             json.loads(schema)
         except ValueError as error:
@@ -184,7 +187,7 @@ def answer_schema(body: ChatRequest, answer: StructuredOutputs) -> str:
                 structured_output.field(body), f"the JSON schema is not valid JSON: {error}"
             ) from None
         return schema
-    if answer.json_object:
+    if answer_format.json_object:
         return '{"type": "object"}'
     raise invalid_field(
         structured_output.field(body),
@@ -220,35 +223,35 @@ def check_tools(tools: list[dict[str, Any]], limits: Limits) -> list[dict[str, A
         )
     names: set[str] = set()
     for i, tool in enumerate(tools):
-        where = f"tools.{i}"
+        path = f"tools.{i}"
         if tool.get("type") != "function":
             raise invalid_field(
-                f"{where}.type",
-                f"{where}.type must be function: this server runs no tools itself",
+                f"{path}.type",
+                f"{path}.type must be function: this server runs no tools itself",
             )
         function = tool.get("function")
-        where = f"{where}.function"
+        path = f"{path}.function"
         if not isinstance(function, dict):
             raise invalid_field(
-                where, f"{where} must be an object with name, description and parameters"
+                path, f"{path} must be an object with name, description and parameters"
             )
         name = function.get("name")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise invalid_field(
-                f"{where}.name", f"{where}.name must have 1 to 64 characters of A-Z a-z 0-9 _ -"
+                f"{path}.name", f"{path}.name must have 1 to 64 characters of A-Z a-z 0-9 _ -"
             )
         if name in names:
-            raise invalid_field(f"{where}.name", f"two tools have the name {name}: rename one")
+            raise invalid_field(f"{path}.name", f"two tools have the name {name}: rename one")
         names.add(name)
         if not isinstance(function.get("description"), str | None):
-            raise invalid_field(f"{where}.description", f"{where}.description must be a string")
+            raise invalid_field(f"{path}.description", f"{path}.description must be a string")
         if not isinstance(function.get("strict"), bool | None):
-            raise invalid_field(f"{where}.strict", f"{where}.strict must be true or false")
-        check_parameters(function.get("parameters"), f"{where}.parameters")
+            raise invalid_field(f"{path}.strict", f"{path}.strict must be true or false")
+        check_parameters(function.get("parameters"), f"{path}.parameters")
     return tools
 
 
-def check_parameters(schema: Any, where: str) -> None:
+def check_parameters(schema: Any, path: str) -> None:
     """Check the outer level of a schema.
 
     The other levels are checked when the schema becomes a grammar, which only forced calls need.
@@ -257,8 +260,8 @@ def check_parameters(schema: Any, where: str) -> None:
         return
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise invalid_field(
-            where,
-            f"{where} must be a JSON schema of an object: "
+            path,
+            f"{path} must be a JSON schema of an object: "
             '{"type": "object", "properties": {...}}',
         )
     properties = schema.get("properties", {})
@@ -266,15 +269,15 @@ def check_parameters(schema: Any, where: str) -> None:
         isinstance(value, dict | bool) for value in properties.values()
     ):
         raise invalid_field(
-            f"{where}.properties", f"{where}.properties must be an object of JSON schemas, by name"
+            f"{path}.properties", f"{path}.properties must be an object of JSON schemas, by name"
         )
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise invalid_field(f"{where}.required", f"{where}.required must be a list of names")
+        raise invalid_field(f"{path}.required", f"{path}.required must be a list of names")
 
 
 def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> Choice:
-    """Return what tool_choice asks for. `names` are the names of the tools."""
+    """Return the meaning of tool_choice. `names` are the names of the tools."""
     if choice is None:
         return Choice("auto")
     if isinstance(choice, str) and choice in ("none", "auto", "required"):
@@ -283,7 +286,7 @@ def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> Choic
     if isinstance(choice, dict) and kind == "allowed_tools":
         return check_allowed(choice.get("allowed_tools", choice), names)
     function = choice.get("function") if isinstance(choice, dict) else None
-    # huggingface_hub leaves the type of a function out.
+    # huggingface_hub omits the type of a function.
     if kind not in ("function", None) or not isinstance(function, dict):
         raise invalid_field("tool_choice", f"tool_choice must be {CHOICES}")
     name = check_name(function.get("name"), names, "tool_choice.function.name")
@@ -292,21 +295,21 @@ def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> Choic
 
 def check_allowed(allowed: Any, names: list[str]) -> Choice:
     """Return the choice of some of the tools. OpenAI has two forms of it."""
-    where = "tool_choice.allowed_tools"
-    listed = allowed.get("tools") if isinstance(allowed, dict) else None
+    path = "tool_choice.allowed_tools"
+    tools = allowed.get("tools") if isinstance(allowed, dict) else None
     mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
-    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
-        raise invalid_field(where, f"{where} must be {ALLOWED}")
-    found = []
-    for i, tool in enumerate(listed):
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise invalid_field(path, f"{path} must be {ALLOWED}")
+    allowed_names = []
+    for i, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, dict) else {}
         name = function.get("name") if isinstance(function, dict) else None
-        found.append(check_name(name, names, f"{where}.tools.{i}.function.name"))
-    return Choice(mode, tuple(found))
+        allowed_names.append(check_name(name, names, f"{path}.tools.{i}.function.name"))
+    return Choice(mode, tuple(allowed_names))
 
 
 def check_name(name: Any, names: list[str], param: str) -> str:
     if not isinstance(name, str) or name not in names:
-        some = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-        raise invalid_field(param, f"the request has no tool with this name, only: {some}")
+        known_names = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+        raise invalid_field(param, f"the request has no tool with this name, only: {known_names}")
     return name

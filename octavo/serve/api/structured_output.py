@@ -24,7 +24,7 @@ from octavo.serve.api.protocol import Common
 from octavo.serve.limits import Limits
 from octavo.text.structural_tags import grammar_of_tags
 
-# Each field that may contain a spec, and the kind of the spec, or None if the value has the kind.
+# The fields that may contain a spec -> the kind of the spec, or None if the value states the kind.
 FIELDS: dict[str, str | None] = {
     "response_format": None,
     "structured_outputs": None,
@@ -78,8 +78,8 @@ def read(body: Common, limits: Limits) -> StructuredOutputs | None:
     combined: StructuredOutputs | None = None
     names = fields(body)
     for name in names:
-        spec = _read(name, getattr(body, name), body.guided_whitespace_pattern, limits)
-        if combined is not None and not _same(combined, spec):
+        spec = _read_field(name, getattr(body, name), body.guided_whitespace_pattern, limits)
+        if combined is not None and not _is_same(combined, spec):
             raise invalid_field(
                 name, f"{name} and {names[0]} specify different outputs: remove one of them"
             )
@@ -87,25 +87,25 @@ def read(body: Common, limits: Limits) -> StructuredOutputs | None:
     return combined
 
 
-def _read(name: str, value: Any, whitespace: str | None, limits: Limits) -> StructuredOutputs:
+def _read_field(name: str, value: Any, whitespace: str | None, limits: Limits) -> StructuredOutputs:
     limit = limits.structure_bytes
     if larger_than(value, limit):
         message = f"{name} can have at most {limit} characters as JSON: shorten it"
         raise invalid_field(name, message, "param_out_of_range")
     kind = FIELDS[name]
     if name == "structured_outputs":
-        given = {key: part for key, part in value.items() if part is not None}
-        for key in given:
+        options = {key: part for key, part in value.items() if part is not None}
+        for key in options:
             if key not in KINDS and key not in OPTIONS:
                 raise unsupported(f"{name}.{key[:64]}", f"use one of {', '.join(KINDS)}")
     elif kind is None or (name == "grammar" and isinstance(value, dict)):
-        given = _typed(name, value)
+        options = _typed(name, value)
     else:
-        given = {kind: value}
-    if whitespace is not None and ("json" in given or "json_object" in given):
-        given.setdefault("whitespace_pattern", whitespace)
+        options = {kind: value}
+    if whitespace is not None and ("json" in options or "json_object" in options):
+        options.setdefault("whitespace_pattern", whitespace)
     try:
-        return StructuredOutputs(**given)
+        return StructuredOutputs(**options)
     except InvalidRequest as error:
         raise invalid_field(name, str(error)) from None
 
@@ -113,17 +113,17 @@ def _read(name: str, value: Any, whitespace: str | None, limits: Limits) -> Stru
 def larger_than(value: Any, limit: int) -> bool:
     """Return whether a JSON value has more than `limit` characters. Stops counting at the limit."""
     size = 0
-    waiting = [value]
-    while waiting and size <= limit:
-        part = waiting.pop()
+    uncounted = [value]
+    while uncounted and size <= limit:
+        part = uncounted.pop()
         if isinstance(part, str):
             size += len(part)
         elif isinstance(part, dict):
             size += 2 + sum(map(len, part)) + 3 * len(part)
-            waiting += part.values() if size <= limit else ()
+            uncounted += part.values() if size <= limit else ()
         elif isinstance(part, list):
             size += 2 + len(part)
-            waiting += part if size <= limit else ()
+            uncounted += part if size <= limit else ()
         else:
             size += 1
     return size > limit
@@ -142,9 +142,7 @@ def _typed(name: str, value: dict[str, Any]) -> dict[str, Any]:
     if kind == "structural_tag":
         return {"grammar": _tag_grammar(name, value)}
     if kind == "json_object":
-        schema = next(
-            (value[key] for key in ("schema", "value") if value.get(key) is not None), None
-        )
+        schema = _first_member(value, "schema", "value")
         return {"json_object": True} if schema is None else {"json": schema}
     if kind == "json":
         return {"json": _content(name, value, "schema", "value")}
@@ -169,22 +167,30 @@ def _tag_grammar(name: str, value: dict[str, Any]) -> str:
         raise invalid_field(name, f"{name}: {error}") from None
 
 
+def _first_member(value: dict[str, Any], *keys: str) -> Any:
+    """Return the first of these members that is not null, or None."""
+    return next((value[key] for key in keys if value.get(key) is not None), None)
+
+
 def _content(name: str, value: dict[str, Any], *keys: str) -> Any:
-    combined = next((value[key] for key in keys if value.get(key) is not None), None)
-    if combined is None:
+    """Return the spec, which is the first of these members. Raises ApiError if there is none."""
+    content = _first_member(value, *keys)
+    if content is None:
         raise invalid_field(
             f"{name}.{keys[0]}", f"{name} of type {value['type']} needs {' or '.join(keys)}"
         )
-    return combined
+    return content
 
 
-def _same(one: StructuredOutputs, other: StructuredOutputs) -> bool:
+def _is_same(first: StructuredOutputs, second: StructuredOutputs) -> bool:
     """Return whether two specs are equal. Schemas are compared as values, with ordered keys."""
-    if one.key == other.key:
+    if first.key == second.key:
         return True
-    if one.json is None or other.json is None or one.key[2:] != other.key[2:]:
+    if first.json is None or second.json is None or first.key[2:] != second.key[2:]:
         return False
     try:
-        return json.dumps(json.loads(str(one.json))) == json.dumps(json.loads(str(other.json)))
+        first_schema = json.loads(str(first.json))
+        second_schema = json.loads(str(second.json))
+        return json.dumps(first_schema) == json.dumps(second_schema)
     except (ValueError, RecursionError):
         return False

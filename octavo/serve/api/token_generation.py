@@ -1,7 +1,6 @@
-"""vLLM's /inference/v1/generate: token ids in, token ids out. The module also builds the replies of
-the render routes.
+"""vLLM's /inference/v1/generate, whose prompts and replies are token ids, and the render routes.
 
-A request becomes a CompletionRequest, whose prompt is the token ids. The reply has no text.
+A request becomes a CompletionRequest whose prompt is the token ids. The reply has no text.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from octavo.serve.api.reply_writer import EVENT_STREAM
 from octavo.text.tokenizer import Tokenizer
 
 encode = msgspec.json.Encoder().encode
-# Fields of vLLM's SamplingParams that ask for nothing here.
+# Fields of vLLM's SamplingParams that have no effect here.
 NEUTRAL = ("detokenize", "output_kind", "skip_clone", "flat_logprobs", "output_text_buffer_length")
 # Fields of SamplingParams that a rendered request shows.
 SHOWN = (
@@ -38,28 +37,28 @@ def to_completion(body: TokensRequest) -> tuple[CompletionRequest, dict[str, Any
     """Return the request as a completion, and the sampling parameters that it does not have."""
     if not body.token_ids:
         raise invalid_field("token_ids", "token_ids must be a list of at least one token id")
-    given = {
-        name: value for name, value in (body.sampling_params or {}).items() if value is not None
-    }
-    if given.get("stop") and given.get("detokenize") is False:
+    sampling_params = body.sampling_params or {}
+    params = {name: value for name, value in sampling_params.items() if value is not None}
+    if params.get("stop") and params.get("detokenize") is False:
         raise invalid_field("sampling_params.stop", "stop strings need text: remove detokenize")
-    for name in NEUTRAL:
-        given.pop(name, None)
-    known = {
-        name: given.pop(name) for name in list(given) if name in CompletionRequest.__struct_fields__
-    }
-    known.setdefault("max_tokens", -1)
+    fields: dict[str, Any] = {"max_tokens": -1}
+    unknown: dict[str, Any] = {}
+    for name, value in params.items():
+        if name in NEUTRAL:
+            continue
+        target = fields if name in CompletionRequest.__struct_fields__ else unknown
+        target[name] = value
     shared = ("model", "stream", "stream_options", "cache_salt", "priority", "request_id", "user")
-    known |= {name: getattr(body, name) for name in shared if hasattr(body, name)}
+    fields |= {name: getattr(body, name) for name in shared if hasattr(body, name)}
     try:
-        completion = msgspec.convert({**known, "prompt": body.token_ids}, CompletionRequest)
+        completion = msgspec.convert({**fields, "prompt": body.token_ids}, CompletionRequest)
     except msgspec.ValidationError as error:
         raise invalid_field("sampling_params", f"sampling_params: {error}") from None
-    return completion, given
+    return completion, unknown
 
 
 class TokensWriter:
-    """Builds the reply of /inference/v1/generate, whole or in chunks."""
+    """Builds the reply of /inference/v1/generate, as one object or in chunks."""
 
     content_type = EVENT_STREAM
     keep_alive = KEEP_ALIVE
@@ -82,9 +81,11 @@ class TokensWriter:
             "token_ids": completion.token_ids,
         }
 
-    def whole(self, collectors: list[Collector]) -> dict[str, Any]:
+    def full_reply(self, collectors: list[Collector]) -> dict[str, Any]:
         (collector,) = collectors
-        choices = [self._choice(index, each) for index, each in enumerate(collector.best)]
+        choices = [
+            self._choice(index, completion) for index, completion in enumerate(collector.best)
+        ]
         prompt_logprobs = prompt_logprobs_of(collector) if self._shape.prompt_logprobs else None
         return {
             "request_id": self._request_id,
@@ -108,11 +109,13 @@ class TokensWriter:
         return event(encode({"request_id": self._request_id, "choices": [choice]}))
 
     def end(self, collectors: list[Collector], error: ApiError | None) -> bytes:
-        usage = b""
+        events = b""
         if self._shape.usage is not None:
-            found = {"request_id": self._request_id, "choices": [], "usage": usage_of(collectors)}
-            usage = event(encode(found))
-        return usage + (b"" if error is None else event(error.encode())) + DONE
+            chunk = {"request_id": self._request_id, "choices": [], "usage": usage_of(collectors)}
+            events += event(encode(chunk))
+        if error is not None:
+            events += event(error.encode())
+        return events + DONE
 
 
 # ---- rendered requests -------------------------------------------------------------------------
@@ -126,7 +129,7 @@ def rendered(
     body: OpenAI,
     offsets: list[tuple[int, int]] | None,
 ) -> dict[str, Any]:
-    """Return a request that was read and not run. /inference/v1/generate would accept it."""
+    """Return the rendered form of a request, which /inference/v1/generate accepts."""
     text, ids = prompt
     fields = {name: value for name, value in asdict(params).items() if name in SHOWN}
     return {
@@ -144,7 +147,8 @@ def rendered(
 
 
 def token_offsets(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[tuple[int, int]]:
-    """Return where each token begins and ends in the text of a prompt, in characters."""
-    starts = Offsets(tokenizer, False, continuing=False).push(ids, len(text), True)
+    """Return the start and the end of each token in the text of a prompt, in characters."""
+    offsets = Offsets(tokenizer, skip_special_tokens=False, continuing=False)
+    starts = offsets.push(ids, len(text))
     ends = [*starts[1:], len(text)]
     return [(min(start, len(text)), end) for start, end in zip(starts, ends, strict=True)]

@@ -26,8 +26,8 @@ TYPE_WORDS = {
     dict: "an object",
     list: "a list",
 }
-WHOLE_MESSAGE = re.compile(r"\w+\.\d+")  # Other places are blocks or fields.
-INDEXED = re.compile(r"\bmessages\.(\d+)\b(\.content\b)?")
+MESSAGE_PATH = re.compile(r"\w+\.\d+")  # Other paths lead to blocks or fields.
+MESSAGE_FIELD = re.compile(r"\bmessages\.(\d+)\b(\.content\b)?")
 # The types of blocks that consist of a text. A block may lack the type.
 TEXT_BLOCKS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 
@@ -38,8 +38,8 @@ class FieldNames:
 
     # Regular expressions for fields of the translated request -> the names that the client used.
     names: dict[str, str]
-    # The place of each message of the chat in the request of the client.
-    places: list[str] = field(default_factory=list)
+    # The path of each chat message in the request of the client, such as messages.3.content.0.
+    message_paths: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # The fields without effect.
     unknown: list[str] = field(default_factory=list)  # The fields that the API does not have.
 
@@ -49,29 +49,32 @@ class FieldNames:
         try:
             yield
         except (ApiError, InvalidRequest) as error:
-            found = api_error(error)
+            original = api_error(error)
             raise ApiError(
-                found.status,
-                self.rename(found.message),
-                found.code,
-                found.param and self.rename(found.param),
-                found.type,
-                found.retry_after,
+                status=original.status,
+                message=self.rename(original.message),
+                code=original.code,
+                param=original.param and self.rename(original.param),
+                type=original.type,
+                retry_after=original.retry_after,
             ) from None
 
     def rename(self, text: str) -> str:
         """Return the text with the names of fields that the client used."""
 
-        def place(found: re.Match[str]) -> str:
-            index = int(found[1])
-            if index >= len(self.places):
-                return found[0]
-            is_message = WHOLE_MESSAGE.fullmatch(self.places[index]) is not None
-            return self.places[index] + (found[2] or "" if is_message else "")
+        def client_path(match: re.Match[str]) -> str:
+            index = int(match[1])
+            if index >= len(self.message_paths):
+                return match[0]
+            path = self.message_paths[index]
+            if MESSAGE_PATH.fullmatch(path) is None:
+                return path
+            content = match[2] or ""
+            return path + content
 
-        text = INDEXED.sub(place, text)
-        for ours, theirs in self.names.items():
-            text = re.sub(rf"(?<![\w.]){ours}(?!\w)", theirs, text)
+        text = MESSAGE_FIELD.sub(client_path, text)
+        for pattern, client_name in self.names.items():
+            text = re.sub(rf"(?<![\w.]){pattern}(?!\w)", client_name, text)
         return text
 
 
@@ -86,35 +89,36 @@ class Conversation:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.places: list[str] = []
+        self.message_paths: list[str] = []
         self._tools: dict[str, str] = {}  # id of a call -> name of the tool
 
-    def append(self, message: dict[str, Any], place: str) -> None:
+    def append(self, message: dict[str, Any], path: str) -> None:
         self.messages.append(message)
-        self.places.append(place)
+        self.message_paths.append(path)
 
-    def turn(self, role: str, place: str) -> dict[str, Any]:
+    def open_message(self, role: str, path: str) -> dict[str, Any]:
         """Return the last message if it has this role, or else a new one without content."""
         if not self.messages or self.messages[-1]["role"] != role:
-            self.append({"role": role, "content": ""}, place)
+            self.append({"role": role, "content": ""}, path)
         return self.messages[-1]
 
-    def add_reasoning(self, text: str, place: str) -> None:
-        turn = self.turn("assistant", place)
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+    def add_reasoning(self, text: str, path: str) -> None:
+        message = self.open_message("assistant", path)
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
 
-    def add_call(self, id: str, name: str, arguments: Any, place: str) -> None:
+    def add_call(self, id: str, name: str, arguments: Any, path: str) -> None:
         """Add a call of a tool. The arguments are JSON or an object."""
         self._tools[id] = name
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self.turn("assistant", place).setdefault("tool_calls", []).append(call)
+        message = self.open_message("assistant", path)
+        message.setdefault("tool_calls", []).append(call)
 
-    def add_result(self, id: str, content: str, place: str, **more: Any) -> None:
+    def add_result(self, id: str, content: str, path: str, **extra: Any) -> None:
         """Add the result of a call. Some templates need the name of the tool."""
-        result = {"role": "tool", "tool_call_id": id, "content": content, **more}
+        result = {"role": "tool", "tool_call_id": id, "content": content, **extra}
         if id in self._tools:
             result["name"] = self._tools[id]
-        self.append(result, place)
+        self.append(result, path)
 
 
 def common_fields(body: Common) -> dict[str, Any]:
@@ -122,59 +126,62 @@ def common_fields(body: Common) -> dict[str, Any]:
     return {name: getattr(body, name) for name in Common.__struct_fields__}
 
 
-def several_stops(stop: str | list[str] | None, more: list[str] | None) -> list[str] | None:
-    """Join the stop strings of two fields with the same meaning."""
-    if more is None:
-        return None if stop is None else [stop] if isinstance(stop, str) else stop
-    return [*more, *([stop] if isinstance(stop, str) else stop or [])]
+def join_stops(stop: str | list[str] | None, stop_sequences: list[str] | None) -> list[str] | None:
+    """Join the stop strings of two fields with the same meaning. Returns None if both are None."""
+    if stop is None:
+        return stop_sequences
+    stops = [stop] if isinstance(stop, str) else stop
+    return [*(stop_sequences or []), *stops]
 
 
-def text_of(content: Any, place: str) -> str:
+def text_of(content: Any, path: str) -> str:
     """Return the text of a string or of a list of text blocks."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise invalid_field(place, f"{place} must be a string or a list of text blocks")
-    return "".join(block_text(block, f"{place}.{i}") for i, block in enumerate(content))
+        raise invalid_field(path, f"{path} must be a string or a list of text blocks")
+    return "".join(block_text(block, f"{path}.{i}") for i, block in enumerate(content))
 
 
-def block_text(block: Any, place: str) -> str:
+def block_text(block: Any, path: str) -> str:
     """Return the text of a block of content."""
     text = block.get("text") if isinstance(block, dict) else None
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(text, str) or not (kind is None or kind in TEXT_BLOCKS):
         raise invalid_field(
-            place, f"{place} must be a block of text, got {kind!r:.64}: this server takes text only"
+            path, f"{path} must be a block of text, got {kind!r:.64}: this server takes text only"
         )
     return text
 
 
-def member(value: dict[str, Any], name: str, kind: type, place: str) -> Any:
+def member(value: dict[str, Any], name: str, kind: type, path: str) -> Any:
     """Return a member of an object, or None if it is missing. Raises if it has another type."""
-    found = value.get(name)
-    if kind is int and isinstance(found, float) and found.is_integer():
-        return int(found)  # JSON has one type for both.
-    is_wrong = kind is int and isinstance(found, bool)  # A bool is an int of Python.
-    if found is not None and (is_wrong or not isinstance(found, kind)):
-        where = f"{place}.{name}"
-        raise invalid_field(where, f"{where} must be {TYPE_WORDS[kind]}")
-    return found
+    content = value.get(name)
+    if content is None:
+        return None
+    if kind is int and isinstance(content, float) and content.is_integer():
+        return int(content)  # JSON has one type for integers and floats.
+    is_bool_as_int = kind is int and isinstance(content, bool)  # bool is a subclass of int.
+    if is_bool_as_int or not isinstance(content, kind):
+        member_path = f"{path}.{name}"
+        raise invalid_field(member_path, f"{member_path} must be {TYPE_WORDS[kind]}")
+    return content
 
 
 def note_members(
-    fields: FieldNames, place: str, value: dict[str, Any] | None, members: Members
+    fields: FieldNames, path: str, value: dict[str, Any] | None, members: Members
 ) -> None:
     """Note the members of an object in a request that have no effect."""
-    for name, given in (value or {}).items():
-        if name in members.honoured or given is None:
+    for name, content in (value or {}).items():
+        if name in members.honoured or content is None:
             continue
-        known = name in members.ignored
-        (fields.ignored if known else fields.unknown).append(f"{place}.{name[:64]}")
+        names = fields.ignored if name in members.ignored else fields.unknown
+        names.append(f"{path}.{name[:64]}")
 
 
-def check_object(value: Any, place: str) -> dict[str, Any]:
+def check_object(value: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise invalid_field(place, f"{place} must be an object")
+        raise invalid_field(path, f"{path} must be an object")
     return value

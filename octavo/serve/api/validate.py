@@ -30,15 +30,11 @@ from octavo.types import Request
 if TYPE_CHECKING:
     from octavo.serve.front.front import Caller, Front
 
-# This stands for as many tokens as fit. It is larger than any value that a client can send.
-UNBOUNDED = 2**63
-DRAWING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-)  # These fields have no effect in a beam search.
+MAX_INTEGER = 2**63 - 1  # The largest integer that a client can send.
+# This stands for as many tokens as fit.
+UNBOUNDED = MAX_INTEGER + 1
+# These fields have no effect in a beam search.
+RANDOM_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
 # Fields with the same name and meaning as in SamplingParams.
 SAMPLING_FIELDS = (
@@ -114,30 +110,31 @@ def check_fields(
     of the API.
     """
     ignored: list[str] = []
-    for name, given in unknown.items():
+    for name, value in unknown.items():
         field = table.get(name)
         if field is None and front.config.strict_params:
             raise unsupported(name[:64], "this server refuses unknown parameters (--strict-params)")
-        if field is not None and chat is not None and given in field.neutral:
-            continue
-        status = IGNORED if field is None else field.chat if chat else field.completion
-        if field is not None and chat is not None and status != IGNORED:
-            raise unsupported(name, _why_refused(field))
+        if field is not None and chat is not None:
+            if value in field.neutral:
+                continue
+            status = field.chat if chat else field.completion
+            if status != IGNORED:
+                raise unsupported(name, _refusal_reason(field))
         ignored.append(name)
     if not ignored:
         return {}
     front.metrics.ignored.inc()
-    shown = [name for name in ignored if LABEL.fullmatch(name)][:20]
-    return {"x-ignored-params": ", ".join(n[:64] for n in shown) or "(not shown)"}
+    header_names = [name for name in ignored if LABEL.fullmatch(name)][:20]
+    return {"x-ignored-params": ", ".join(name[:64] for name in header_names) or "(not shown)"}
 
 
-def _why_refused(field: Field) -> str:
+def _refusal_reason(field: Field) -> str:
     """Explain why a route refuses a field."""
     if field.chat == field.completion == REFUSED:
         return field.note
     if field.chat == REFUSED or field.completion == REFUSED:
-        other = "/v1/completions" if field.chat == REFUSED else "/v1/chat/completions"
-        return f"this route does not accept it, but {other} does ({field.note})"
+        other_route = "/v1/completions" if field.chat == REFUSED else "/v1/chat/completions"
+        return f"this route does not accept it, but {other_route} does ({field.note})"
     if field.name == "max_tokens":
         return "on this route, max_new_tokens sets the length of the reply"
     return "this route does not accept it, but /v1/completions does"
@@ -150,36 +147,39 @@ def sampling(front: Front, body: Common) -> SamplingParams:
     set. SamplingParams checks the ranges of all fields that the API does not restrict further.
     """
     limits = front.config.limits
-    given = {
+    values = {
         name: value
         for name, value in zip(SAMPLING_FIELDS, _sampling(body), strict=True)
         if value is not None
     }
-    if body.use_beam_search and (name := structured_output.field(body)) is not None:
-        raise unsupported(name, "beam search does not support structured output")
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > limits.stops:
+    structure_field = structured_output.field(body)
+    if body.use_beam_search and structure_field is not None:
+        raise unsupported(structure_field, "beam search does not support structured output")
+    stop_strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stop_strings) > limits.stops:
         raise invalid_field(
             "stop",
-            f"stop can have at most {limits.stops} strings, got {len(stops)}",
+            f"stop can have at most {limits.stops} strings, got {len(stop_strings)}",
             "param_out_of_range",
         )
     if isinstance(body.stop, list) and not body.stop:
-        given.pop("stop")
-    for stop in stops:
-        if not stop or len(stop) > limits.stop_chars or "\0" in stop:
+        values.pop("stop")
+    for stop_string in stop_strings:
+        if not stop_string or len(stop_string) > limits.stop_chars or "\0" in stop_string:
             raise invalid_field(
                 "stop", f"a stop string must have 1 to {limits.stop_chars} characters and no NUL"
             )
-    if not 0 <= (temperature := given.get("temperature", 1.0)) <= 2:
+    if not 0 <= (temperature := values.get("temperature", 1.0)) <= 2:
         raise invalid_field(
             "temperature", f"temperature must be in [0, 2], got {temperature}", "param_out_of_range"
         )
-    if given.get("top_p") == 0:
-        given["top_p"] = 1e-9  # This keeps only the most likely token.
+    if values.get("top_p") == 0:
+        values["top_p"] = 1e-9  # This keeps only the most likely token.
     for name in ("stop_token_ids", "allowed_token_ids"):
-        if len(given.get(name, ())) > (most := limits.token_ids):
-            raise invalid_field(name, f"{name} can have at most {most} items", "param_out_of_range")
+        if len(values.get(name, ())) > limits.token_ids:
+            raise invalid_field(
+                name, f"{name} can have at most {limits.token_ids} items", "param_out_of_range"
+            )
     if body.logit_bias is not None:
         if len(body.logit_bias) > limits.logit_bias:
             raise invalid_field(
@@ -187,22 +187,22 @@ def sampling(front: Front, body: Common) -> SamplingParams:
                 f"logit_bias can have at most {limits.logit_bias} entries",
                 "param_out_of_range",
             )
-        given["logit_bias"] = body.logit_bias
+        values["logit_bias"] = body.logit_bias
     if body.repetition_detection is not None:
-        given["repetition_detection"] = repetition_detection(body.repetition_detection)
+        values["repetition_detection"] = repetition_detection(body.repetition_detection)
     # A beam search does not sample, so the recommended parameters do not apply.
     defaults = {} if body.use_beam_search else front.client.model.sampling
     return SamplingParams(
-        **{**defaults, **given, "max_tokens": None},
+        **{**defaults, **values, "max_tokens": None},
         structured_outputs=structured_output.read(body, limits),
     )
 
 
-def repetition_detection(given: RepetitionDetection) -> RepetitionDetectionParams:
+def repetition_detection(fields: RepetitionDetection) -> RepetitionDetectionParams:
     return RepetitionDetectionParams(
-        max_pattern_size=given.max_pattern_size or 0,
-        min_pattern_size=given.min_pattern_size or 0,
-        min_count=given.min_count or 0,
+        max_pattern_size=fields.max_pattern_size or 0,
+        min_pattern_size=fields.min_pattern_size or 0,
+        min_count=fields.min_count or 0,
     )
 
 
@@ -244,31 +244,31 @@ def check_common(front: Front, caller: Caller, body: Common) -> float | None:
     return timeout
 
 
-def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> int:
-    """Return the value if it is in [least, most].
+def check_count(name: str, value: int, minimum: int, maximum: int = MAX_INTEGER) -> int:
+    """Return the value if it is in [minimum, maximum].
 
-    If `most` is not given, it is the largest 64-bit integer. The error then mentions it only if the
-    value exceeds it.
+    The error mentions the default maximum only if the value exceeds it.
     """
-    if not least <= value <= most:
-        requirement = (
-            f"at least {least}" if most == 2**63 - 1 and value < least else f"in [{least}, {most}]"
-        )
+    if not minimum <= value <= maximum:
+        requirement = f"in [{minimum}, {maximum}]"
+        if maximum == MAX_INTEGER and value < minimum:
+            requirement = f"at least {minimum}"
         raise invalid_field(
             name, f"{name} must be {requirement}, got {value}", "param_out_of_range"
         )
     return value
 
 
-def reply_length(body: Common, names: tuple[str, ...], least: int = 1) -> int | None:
+def reply_length(body: Common, names: tuple[str, ...], minimum: int = 1) -> int | None:
     """Return the smallest limit on the length of the reply that the request sets.
 
     Returns UNBOUNDED if the only value is -1, and None if the request sets no limit.
     """
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    if not given:
+    values = {name: getattr(body, name) for name in names}
+    limits = {name: value for name, value in values.items() if value is not None}
+    if not limits:
         return None
-    bounds = [check_count(n, v, least) for n, v in given.items() if v != -1]
+    bounds = [check_count(name, value, minimum) for name, value in limits.items() if value != -1]
     return min(bounds, default=UNBOUNDED)
 
 
@@ -285,12 +285,8 @@ def choices(
     check_count("n", n, 1, limits.n)
     best_of = body.best_of or None  # The value 0 is valid in the OpenAI API.
     if best_of is not None:
-        check_count(
-            "best_of",
-            best_of,
-            n,
-            limits.beams if params.use_beam_search else max(limits.best_of, n),
-        )
+        maximum = limits.beams if params.use_beam_search else max(limits.best_of, n)
+        check_count("best_of", best_of, minimum=n, maximum=maximum)
     if n != 1 or best_of is not None:  # A copy is validated again, which is slow.
         params = replace(params, n=n, best_of=best_of)
     name = "use_beam_search" if params.use_beam_search else "best_of"
@@ -299,7 +295,8 @@ def choices(
             name, "it cannot be streamed, because the best text is known only at the end"
         )
     if params.use_beam_search:
-        ignore(headers, *(name for name in DRAWING if getattr(body, name) is not None))
+        unused = [name for name in RANDOM_SAMPLING_FIELDS if getattr(body, name) is not None]
+        ignore(headers, *unused)
     elif params.width > 1 and params.greedy:
         name = "n" if n > 1 else "best_of"
         raise invalid_field(
@@ -334,10 +331,10 @@ def fit(
     request for an embedding asks for 0, and its prompt may fill the context.
     """
     count = len(prompt)
-    least = 0 if max_tokens == 0 else 1
-    if count + least > model.max_model_len:
+    min_reply = 0 if max_tokens == 0 else 1
+    if count + min_reply > model.max_model_len:
         raise prompt_too_long(count, model.max_model_len, param)
-    if count + least > model.longest:
+    if count + min_reply > model.longest:
         pool = model.num_blocks * model.block_size
         message = f"the prompt has {count} tokens, but the KV pool holds {pool}: shorten it"
         raise invalid_field(param, str(KVCapacityExceeded(message)), "kv_capacity_exceeded")
@@ -347,8 +344,8 @@ def fit(
         )
         raise invalid_field(param, str(error), error.code)
     room = model.longest - count
-    by_pool = model.longest < model.max_model_len and not model.kv_budget
-    if by_pool and (max_tokens is None or max_tokens > room):
+    is_limited_by_pool = model.longest < model.max_model_len and not model.kv_budget
+    if is_limited_by_pool and (max_tokens is None or max_tokens > room):
         headers["x-max-tokens"] = str(room)
         headers["x-max-tokens-limit"] = "kv_pool"
     if model.kv_budget and max_tokens is not None and max_tokens < UNBOUNDED:
@@ -392,11 +389,11 @@ def build(
                 f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({room})",
                 "param_out_of_range",
             )
-        if (
-            requests and max(room, 1) != params.max_tokens
-        ):  # Prompts of different lengths leave different room.
-            params = replace(params, max_tokens=max(room, 1))
-        params.max_tokens = max(room, 1)
+        max_tokens = max(room, 1)
+        if requests and max_tokens != params.max_tokens:
+            # Prompts of different lengths leave different room, so they cannot share parameters.
+            params = replace(params, max_tokens=max_tokens)
+        params.max_tokens = max_tokens
         requests.append(
             Request(
                 id="",
@@ -417,12 +414,13 @@ def build(
 def _check_prompt_logprobs(front: Front, params: SamplingParams, requests: list[Request]) -> None:
     if params.prompt_logprobs is None:
         return
-    entries = sum(len(r.prompt) for r in requests) * (params.prompt_logprobs + 1)
-    most = front.config.limits.logprob_entries
-    if entries > most:
+    prompt_tokens = sum(len(request.prompt) for request in requests)
+    entries = prompt_tokens * (params.prompt_logprobs + 1)
+    max_entries = front.config.limits.logprob_entries
+    if entries > max_entries:
         raise invalid_field(
             "prompt_logprobs",
-            f"the reply would have {entries} prompt logprobs, but at most {most} are allowed: "
-            "request fewer, or send a shorter prompt",
+            f"the reply would have {entries} prompt logprobs, but at most {max_entries} are "
+            "allowed: request fewer, or send a shorter prompt",
             "param_out_of_range",
         )

@@ -23,7 +23,7 @@ from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.batch_lines import (
     BatchLine,
     LineError,
-    done_ids,
+    completed_ids,
     error_line,
     lines_of,
     output_line,
@@ -243,8 +243,8 @@ class Collected:
         self.store = store
         self.batch = batch
         paths = {kind: store.lines_path(batch, kind) for kind in ("output", "error")}
-        batch.completed = len(done_ids(paths["output"]))
-        self.done = done_ids(*paths.values())
+        batch.completed = len(completed_ids(paths["output"]))
+        self.done = completed_ids(*paths.values())
         batch.failed = len(self.done) - batch.completed
         self._files = {kind: path.open("ab", buffering=0) for kind, path in paths.items()}
         self._bytes = sum(file.tell() for file in self._files.values())

@@ -29,7 +29,7 @@ from octavo.serve.api.replies import ChunkWriter, Envelope, Shape
 from octavo.serve.api.reply_writer import ReplyWriter
 from octavo.serve.api.request_fields import FIELDS, Field
 from octavo.serve.api.request_reasoning import reasoning_start, reasoning_style, show_tags
-from octavo.serve.api.request_tools import modernise, read_tools
+from octavo.serve.api.request_tools import read_tools, replace_functions
 from octavo.serve.api.token_generation import TokensWriter
 from octavo.serve.api.translation import FieldNames
 from octavo.serve.api.validate import CheckedRequest, Prepared
@@ -88,7 +88,7 @@ async def chat_batch(exchange: Exchange) -> None:
     fields = {name: getattr(body, name) for name in ChatRequest.__struct_fields__}
     chats = [ChatRequest(**{**fields, "messages": messages}) for messages in conversations]
     checked, shape = read_chat(front, caller, chats[0], unknown)
-    context = prompt.longest(front, body.truncate_prompt_tokens)
+    context = prompt.max_prompt_tokens(front, body.truncate_prompt_tokens)
     prompts: list[tuple[str | None, list[int]]] = []
     for index, chat in enumerate(chats):
         with FieldNames({"messages": f"messages.{index}"}).errors():
@@ -274,7 +274,7 @@ def read_chat(
     params = _prompt_logprobs(body, params, limits.top_logprobs)
     params = _logprobs(body, shape, params, top)
     _check_minimum(params, max_tokens)
-    shape.is_legacy = modernise(body)
+    shape.is_legacy = replace_functions(body)
     shape.tools = read_tools(front, body, params.structured_outputs)
     if shape.tools is not None:
         params = shape.tools.sampling(params)
@@ -313,7 +313,7 @@ async def prepare_chat(
     table: Mapping[str, Field] = FIELDS,
 ) -> tuple[Prepared, Shape]:
     checked, shape = read_chat(front, caller, body, unknown, table)
-    context = prompt.longest(front, body.truncate_prompt_tokens)
+    context = prompt.max_prompt_tokens(front, body.truncate_prompt_tokens)
     ids = await prompt.chat_ids(front, body, checked, shape.tools, context)
     shape.reasoning = reasoning_start(front, body, ids, checked)
     prepared = validate.build(front, caller, body, [(None, ids)], checked, param="messages")
@@ -363,7 +363,7 @@ def read_completion(
     top = None if body.logprobs is False else body.logprobs
     if top is not None:
         validate.check_count("logprobs", top, 0, limits.completion_logprobs)
-    max_tokens = validate.reply_length(body, LENGTHS, least=0 if shape.echo else 1)
+    max_tokens = validate.reply_length(body, LENGTHS, minimum=0 if shape.echo else 1)
     if max_tokens is None:
         max_tokens = DEFAULT_TOKENS
     shape.prompt_only = shape.echo and max_tokens == 0
@@ -397,7 +397,7 @@ async def answer(exchange: Exchange, prepared: Prepared, writer: ReplyWriter, st
             await send_stream(exchange, call, prepared, writer)
         else:
             await call.wait_finished()
-            await exchange.reply(writer.whole(call.collectors), prepared.headers)
+            await exchange.reply(writer.full_reply(call.collectors), prepared.headers)
 
 
 async def send_stream(

@@ -187,7 +187,7 @@ async def prepare(
     if isinstance(request, ChatRequest):
         param = "messages"
         prompt.check_template_options(front, request, headers)
-        context = prompt.longest(front, request.truncate_prompt_tokens)
+        context = prompt.max_prompt_tokens(front, request.truncate_prompt_tokens)
         ids = await prompt.chat_ids(front, request, checked, None, context)
         prompts: list[tuple[str | None, list[int]]] = [(None, ids)]
     else:

@@ -69,7 +69,7 @@ async def run_in_background(front: Front, call: Call, writer: ResponseWriter) ->
     try:
         with call:
             await call.wait_finished()
-            writer.whole(call.collectors)
+            writer.full_reply(call.collectors)
     except Exception as e:
         error = api_error(e)
         front.client.refuse(call.id, error)
