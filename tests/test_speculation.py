@@ -303,7 +303,8 @@ def test_auto_drafts_with_the_head_of_the_embedded_model(monkeypatch: pytest.Mon
     assert settled() == "head,k=6,adaptive=yes,lookup=yes"
     assert settled(other_checkpoint) is None
     assert settled(kind="cuda") is None
-    assert settled(speculative_config="off") is None
+    for off in ("off", "none", {"method": "off"}, '{"method": "off"}'):
+        assert settled(speculative_config=off) is None
     assert settled(speculative_config="ngram,k=2") == "ngram,k=2,adaptive=yes,min=2,max=5"
     for options in (
         dict(kv_eviction="sinks"),

@@ -50,7 +50,10 @@ SWITCH = {"yes": True, "no": False, "true": True, "false": False}
 def parse_speculative(name: str, value: Any) -> SpeculativeConfig | None:
     """Return the config of an option's value. The config of "off" is None. Raises
     InvalidRequest."""
-    if value is None or (isinstance(value, str) and value.strip() in (OFF, "none")):
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = from_json(name, value)
+    method = value.get("method") if isinstance(value, Mapping) else value
+    if value is None or (isinstance(method, str) and method.strip() in (OFF, "none")):
         return None
     return parse_method(name, value)
 
