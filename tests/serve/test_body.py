@@ -25,25 +25,25 @@ KIB = 2**10
 
 def test_bytes_count_until_the_body_is_parsed() -> None:
     memory = BodyMemory(Limits(body_memory=1000 * KIB, body_memory_per_address=600 * KIB))
-    with memory.hold("10.0.0.1") as first, memory.hold("10.0.0.2") as second:
-        assert first.grow(500 * KIB) is None
-        assert first.grow(600 * KIB) is None
-        error = first.grow(600 * KIB + 1)
+    with memory.reserve("10.0.0.1") as first, memory.reserve("10.0.0.2") as second:
+        assert first.resize(500 * KIB) is None
+        assert first.resize(600 * KIB) is None
+        error = first.resize(600 * KIB + 1)
         assert error is not None and (error.status, error.code) == (503, "body_memory_exceeded")
-        with memory.hold("10.0.0.1") as third:
-            assert third.grow(64 * KIB) is None, "a small body does not count"
-            assert "this address" in str(third.grow(65 * KIB))
-        assert "all clients" in str(second.grow(401 * KIB))
-        assert second.grow(400 * KIB) is None
+        with memory.reserve("10.0.0.1") as third:
+            assert third.resize(64 * KIB) is None, "a small body does not count"
+            assert "this address" in str(third.resize(65 * KIB))
+        assert "all clients" in str(second.resize(401 * KIB))
+        assert second.resize(400 * KIB) is None
         assert memory.total == 1000 * KIB
     assert memory.total == 0 and not memory.by_address
 
 
 def test_an_ipv6_network_counts_as_one_address() -> None:
     memory = BodyMemory(Limits(body_memory_per_address=600 * KIB))
-    with memory.hold("2001:db8::1") as first, memory.hold("2001:db8::2") as second:
-        assert first.grow(600 * KIB) is None
-        assert second.grow(100 * KIB) is not None
+    with memory.reserve("2001:db8::1") as first, memory.reserve("2001:db8::2") as second:
+        assert first.resize(600 * KIB) is None
+        assert second.resize(100 * KIB) is not None
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def admit(
     assert connection is not None
     connection.owner = Handler(unread)
     connection.enter(state)
-    connection.since -= age
+    connection.state_since -= age
     return connection
 
 
@@ -159,7 +159,7 @@ def test_nothing_is_left_of_connections_that_are_closed() -> None:
         table.remove(connection)
         table.remove(connection)
     assert not table.connections and not table.addresses and table.all.count == 0
-    assert table.keys["alice"].count == 0 and not any(table.all.waiting)
+    assert table.keys["alice"].count == 0 and not any(table.all.evictable)
 
 
 def test_a_client_that_reads_nothing_is_disconnected_and_a_slow_one_is_not() -> None:

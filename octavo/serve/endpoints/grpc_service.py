@@ -400,8 +400,8 @@ class Service:
         front.check_may_send(caller)
         data = await self._receive(context)
         limits = front.config.limits
-        with front.bodies.hold(_address(context.peer())) as held:
-            refusal = held.grow(len(data))
+        with front.bodies.reserve(_address(context.peer())) as reservation:
+            refusal = reservation.resize(len(data))
             if refusal is not None:
                 raise refusal
             if len(data) <= INLINE_BYTES:

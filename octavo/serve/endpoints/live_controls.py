@@ -101,8 +101,8 @@ async def what_if(exchange: Exchange) -> None:
     A separate process does it, because the event loop must not wait for it.
     """
     check_controls(exchange)
-    with exchange.hold() as held:
-        changes = await exchange.read(held)
+    with exchange.reserve() as reservation:
+        changes = await exchange.read(reservation)
     recording = exchange.front.events.lines()
     process = await asyncio.create_subprocess_exec(
         *WHAT_IF,

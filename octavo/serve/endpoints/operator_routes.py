@@ -52,8 +52,8 @@ async def ping(exchange: Exchange) -> None:
 
 async def invocations(exchange: Exchange) -> None:
     """Pass a request on to the route that its fields belong to, as SageMaker asks for it."""
-    with exchange.hold() as held:
-        data = await exchange.read(held)
+    with exchange.reserve() as reservation:
+        data = await exchange.read(reservation)
         try:
             peek = msgspec.json.decode(data, type=Peek)
         except (msgspec.MsgspecError, RecursionError):

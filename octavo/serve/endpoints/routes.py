@@ -92,8 +92,8 @@ async def tokenize(exchange: Exchange) -> None:
 
 async def detokenize(exchange: Exchange) -> None:
     front = exchange.front
-    with exchange.hold() as held:
-        data = await exchange.read(held)
+    with exchange.reserve() as reservation:
+        data = await exchange.read(reservation)
         found = await front.text.detokenize(front.context, data)
     headers = validate.check_fields(front, found.unknown)
     validate.check_model(front, found.model)

@@ -31,7 +31,7 @@ from octavo.serve.api.parse import Bytes, is_quick, parse
 from octavo.serve.api.protocol import GenerateRequest
 from octavo.serve.endpoints.completions import open_call
 from octavo.serve.endpoints.routes import prepare_generate
-from octavo.serve.front.body_memory import Held
+from octavo.serve.front.body_memory import BodyReservation
 from octavo.serve.front.client import Call
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.front.keys import Bucket
@@ -47,7 +47,7 @@ _encode = msgspec.json.Encoder().encode
 @dataclass
 class IncomingMessage:
     data: Bytes
-    memory: Held | None  # This object counts the bytes.
+    memory: BodyReservation | None  # This object counts the bytes.
 
     def free(self) -> None:
         """Drop the bytes, and stop counting them."""

@@ -1,7 +1,7 @@
 """Limits the memory of input that is not parsed yet: HTTP bodies, WebSocket and gRPC messages.
 
-with memory.hold(address) as held:
-    refusal = held.grow(size)           # Call this for every part, and refuse if it is not None.
+with memory.reserve(address) as reservation:
+    refusal = reservation.resize(size)  # Call this for every part, and refuse if it is not None.
     ...                                 # Receive and parse the input.
 """
 
@@ -27,11 +27,11 @@ class BodyMemory:
         self.total = 0
         self.by_address: Counter[str] = Counter()
 
-    def hold(self, address: str) -> Held:
-        return Held(self, network(address))
+    def reserve(self, address: str) -> BodyReservation:
+        return BodyReservation(self, network(address))
 
 
-class Held:
+class BodyReservation:
     """The bytes of one body or message.
 
     They are counted until the `with` block ends or this object is freed.
@@ -42,7 +42,7 @@ class Held:
         self.address = address
         self.size = 0
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> BodyReservation:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,7 +51,7 @@ class Held:
     def __del__(self) -> None:
         self.release()
 
-    def grow(self, size: int) -> ApiError | None:
+    def resize(self, size: int) -> ApiError | None:
         """Set the number of bytes.
 
         Returns an error if all input, or the input of this address, would use too much memory.
@@ -60,13 +60,13 @@ class Held:
             return None
         memory = self.memory
         limits = memory.limits
-        more = size - self.size
-        if memory.by_address[self.address] + more > limits.body_memory_per_address:
+        added = size - self.size
+        if memory.by_address[self.address] + added > limits.body_memory_per_address:
             return out_of_memory("from this address")
-        if memory.total + more > limits.body_memory:
+        if memory.total + added > limits.body_memory:
             return out_of_memory("of all clients")
-        memory.by_address[self.address] += more
-        memory.total += more
+        memory.by_address[self.address] += added
+        memory.total += added
         self.size = size
         return None
 
@@ -81,10 +81,11 @@ class Held:
         self.size = 0
 
 
-def out_of_memory(whose: str) -> ApiError:
+def out_of_memory(senders: str) -> ApiError:
     return ApiError(
         503,
-        f"the incomplete requests {whose} use too much memory: send fewer large requests at a time",
+        f"the incomplete requests {senders} use too much memory: send fewer large requests at a "
+        "time",
         "body_memory_exceeded",
         retry_after=1.0,
     )

@@ -71,7 +71,7 @@ class Acceptor:
 
     def _accept(self) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = math.inf if soft == resource.RLIM_INFINITY else soft - min(RESERVED, soft // 8)
+        limit = math.inf if soft == resource.RLIM_INFINITY else soft - min(RESERVED, soft // 8)
         for _ in range(ACCEPTED):
             try:
                 client, address = self.listener.accept()
@@ -81,7 +81,7 @@ class Acceptor:
                 self._warn(str(error.strerror))
                 self._pause()
                 return
-            if client.fileno() >= most:
+            if client.fileno() >= limit:
                 self._warn(f"{client.fileno() + 1} of {soft} descriptors are in use")
                 if not self.table.all.evict_one():
                     client.close()
@@ -121,13 +121,13 @@ class Acceptor:
         self._loop.remove_reader(self.listener)
         self._resuming = self._loop.call_later(PAUSE, self.start)
 
-    def _warn(self, why: str) -> None:
+    def _warn(self, problem: str) -> None:
         now = time.monotonic()
         if now - self._warned >= WARNING_INTERVAL:
             self._warned = now
             log.warning(
                 "the process is running out of file descriptors (%s) with %d open connections: "
                 "idle connections are closed. Raise the limit with ulimit -n.",
-                why,
+                problem,
                 len(self.table),
             )

@@ -1,7 +1,7 @@
 """Reads and parses the body of a request, within a time limit and a memory limit.
 
-with memory.hold(address) as held:             # The bytes are counted until the block ends.
-    data = await read(headers, receive, there, limits, held)
+with memory.reserve(address) as reservation:   # The bytes are counted until the block ends.
+    data = await read(headers, receive, received, limits, reservation)
     request, unknown = await decode(pool, data, kind, limits)
 
 A body that breaks a rule is refused as early as possible.
@@ -19,7 +19,7 @@ from starlette.types import Receive
 from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.parse import Bytes, is_quick, read_request
 from octavo.serve.channel.jobs import Parse, ParseMessage
-from octavo.serve.front.body_memory import Held
+from octavo.serve.front.body_memory import BodyReservation
 from octavo.serve.front.worker_pool import WorkerPool
 from octavo.serve.limits import Limits
 
@@ -36,30 +36,27 @@ HEAVY = 256 * 2**10  # A body with more bytes is a heavy job for a worker proces
 async def read(
     headers: Mapping[bytes, bytes],
     receive: Receive,
-    there: bytes | None,
+    received: bytes | None,
     limits: Limits,
-    held: Held,
+    reservation: BodyReservation,
     any_type: bool = False,
 ) -> Bytes:
-    """Return the body. `there` is the whole body if it has already arrived, and otherwise None.
+    """Return the body. `received` is the whole body if it has already arrived, and otherwise None.
     With `any_type` its Content-Type does not matter."""
     check_headers(headers, any_type)
-    if there is None:
-        return await _receive_all(headers, receive, limits, held)
-    if len(there) > limits.body_bytes:
+    if received is None:
+        return await _receive_all(headers, receive, limits, reservation)
+    if len(received) > limits.body_bytes:
         raise too_large(limits)
-    if (refusal := held.grow(len(there))) is not None:
+    refusal = reservation.resize(len(received))
+    if refusal is not None:
         raise refusal
-    return there
+    return received
 
 
 def check_headers(headers: Mapping[bytes, bytes], any_type: bool = False) -> None:
-    content = headers.get(b"content-type", b"")
-    if (
-        not any_type
-        and content != b"application/json"
-        and content.partition(b";")[0].strip().lower() != b"application/json"
-    ):
+    content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if not any_type and content_type != b"application/json":
         raise ApiError(
             415,
             "the body must be JSON: send the header Content-Type: application/json",
@@ -78,7 +75,7 @@ def too_large(limits: Limits) -> ApiError:
 
 
 async def _receive_all(
-    headers: Mapping[bytes, bytes], receive: Receive, limits: Limits, held: Held
+    headers: Mapping[bytes, bytes], receive: Receive, limits: Limits, reservation: BodyReservation
 ) -> bytearray:
     length = headers.get(b"content-length", b"0")
     stream = _stream(receive)
@@ -92,10 +89,12 @@ async def _receive_all(
         async with asyncio.timeout(limits.body_seconds):
             async for part in stream:
                 size = len(data) + len(part)
-                refusal = too_large(limits) if size > limits.body_bytes else held.grow(size)
+                refusal = (
+                    too_large(limits) if size > limits.body_bytes else reservation.resize(size)
+                )
                 if refusal is not None:
                     data.clear()
-                    held.release()
+                    reservation.release()
                     await _discard(stream, 8 * limits.body_bytes)
                     raise refusal
                 data += part
@@ -107,21 +106,21 @@ async def _receive_all(
 
 
 async def _stream(receive: Receive) -> AsyncIterator[bytes]:
-    more = True
-    while more:
+    has_more = True
+    while has_more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ApiError(499, "the client has disconnected", "client_gone")
-        more = message["more_body"]
+        has_more = message["more_body"]
         yield message["body"]
 
 
-async def _discard(stream: AsyncIterator[bytes], most: int) -> None:
+async def _discard(stream: AsyncIterator[bytes], limit: int) -> None:
     try:
         async with asyncio.timeout(DISCARD_SECONDS):
             async for part in stream:
-                most -= len(part)
-                if most < 0:
+                limit -= len(part)
+                if limit < 0:
                     return
     except (TimeoutError, ApiError):
         return
@@ -143,8 +142,8 @@ async def parse_in_worker(
     pool: WorkerPool, job: Parse | ParseMessage, data: Bytes, kind: type[T]
 ) -> tuple[T, dict[str, Any]]:
     """Parse the data in a worker process, and return a `kind` and its unknown fields."""
-    result: Any = tuple[kind, dict[str, Any]]  # type: ignore[valid-type]
-    found: tuple[T, dict[str, Any]] = await pool.run(
-        job, result, payload=data, heavy=len(data) > HEAVY
+    result_type: Any = tuple[kind, dict[str, Any]]  # type: ignore[valid-type]
+    result: tuple[T, dict[str, Any]] = await pool.run(
+        job, result_type, payload=data, heavy=len(data) > HEAVY
     )
-    return found
+    return result

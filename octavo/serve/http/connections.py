@@ -3,10 +3,9 @@
 A connection belongs to three groups: all connections, the connections of its address, and the
 connections of the API key that it last used. A full group closes one of its own connections to
 admit a new one. It chooses the connection by state, in the order of ConnectionState, and then the
-oldest. It closes a connection that was accepted or began to send a request within the last
-GRACE_SECONDS only if there is no other, because its request may be on its way. When every
-connection of a full group is busy, the server reads the request of the new connection and then
-refuses it.
+oldest. A connection that was accepted or began to send a request within the last GRACE_SECONDS is
+closed only if there is no other, because its request may be on its way. When every connection of a
+full group is busy, the server reads the request of the new connection and then refuses it.
 
 A sweep runs once a second. It ends connections whose deadline has passed, and connections whose
 client has read nothing for `send_seconds` although data waits for it.
@@ -49,7 +48,7 @@ class ConnectionOwner(Protocol):
     transport: asyncio.Transport
 
     def evict(self) -> None:
-        """Close the connection at once, because a new connection needs its place."""
+        """Close the connection at once, to admit a new connection."""
 
     def deadline_passed(self) -> None: ...
 
@@ -59,7 +58,7 @@ class ConnectionGroup:
         self.limit = limit
         self.count = 0
         # The connections that may be closed, for each state, in the order of entering the state.
-        self.waiting: tuple[dict[Connection, None], ...] = ({}, {}, {})
+        self.evictable: tuple[dict[Connection, None], ...] = ({}, {}, {})
 
     def evict_one(self) -> bool:
         """Close the first connection that may be closed. Returns False if there is none."""
@@ -68,9 +67,9 @@ class ConnectionGroup:
 
     def _evict_one(self, latest: float) -> bool:
         """Close an idle connection, or one that entered its state at `latest` or earlier."""
-        for state, waiting in enumerate(self.waiting):
-            for connection in islice(waiting, SCANNED):
-                if connection.since > latest and state != ConnectionState.IDLE:
+        for state, connections in enumerate(self.evictable):
+            for connection in islice(connections, SCANNED):
+                if connection.state_since > latest and state != ConnectionState.IDLE:
                     break  # All connections after this one are younger.
                 if connection.unread() == 0:
                     connection.evict()
@@ -84,12 +83,12 @@ class Connection:
         self.address = address
         self.refused = refused  # The limits left no room for this connection.
         self.state = ConnectionState.SILENT
-        self.since = time.monotonic()  # The time at which it entered its state.
+        self.state_since = time.monotonic()  # The time at which the connection entered its state.
         self.owner: ConnectionOwner | None = None  # This is None until the transport exists.
         self.deadline = math.inf
         self.key: Key | None = None
         self.groups: list[ConnectionGroup] = []
-        self._least_unread = 0
+        self._last_unread = 0
         self._unread_since = 0.0
 
     def unread(self) -> int:
@@ -101,23 +100,23 @@ class Connection:
     def enter(self, state: ConnectionState) -> None:
         for group in self.groups:
             if self.state is not ConnectionState.BUSY:
-                group.waiting[self.state].pop(self, None)
+                group.evictable[self.state].pop(self, None)
             if state is not ConnectionState.BUSY:
-                group.waiting[state][self] = None
+                group.evictable[state][self] = None
         self.state = state
-        self.since = time.monotonic()
+        self.state_since = time.monotonic()
 
     def join(self, group: ConnectionGroup) -> None:
         self.groups.append(group)
         group.count += 1
         if self.state is not ConnectionState.BUSY:
-            group.waiting[self.state][self] = None
+            group.evictable[self.state][self] = None
 
     def leave(self, group: ConnectionGroup) -> None:
         self.groups.remove(group)
         group.count -= 1
         if self.state is not ConnectionState.BUSY:
-            group.waiting[self.state].pop(self, None)
+            group.evictable[self.state].pop(self, None)
 
     def evict(self) -> None:
         self.table.remove(self)
@@ -129,8 +128,8 @@ class Connection:
         if self.owner is None:
             return
         unread = self.unread()
-        if unread == 0 or unread != self._least_unread:
-            self._least_unread = unread
+        if unread == 0 or unread != self._last_unread:
+            self._last_unread = unread
             self._unread_since = now
         elif now - self._unread_since >= send_seconds:
             self.owner.transport.abort()
@@ -167,7 +166,7 @@ class ConnectionTable:
         return connection
 
     def retry(self, connection: Connection) -> bool:
-        """Admit a refused connection if there is room now. Returns whether there was."""
+        """Admit a refused connection if there is room. Returns whether it was admitted."""
         if not self._make_room(connection.address):
             return False
         connection.refused = False

@@ -1,4 +1,4 @@
-"""An Exchange is one HTTP request and its reply, over ASGI. Each handler is a function of it.
+"""Defines Exchange: one HTTP request and its reply, over ASGI. A handler is a function of it.
 
 `Exchange.watch` ends a call when the client disconnects, whether the reply is streamed or not.
 """
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.parse import Bytes
-from octavo.serve.front.body_memory import SMALL, Held
+from octavo.serve.front.body_memory import SMALL, BodyReservation
 from octavo.serve.front.client import Call
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.http import body
@@ -38,7 +38,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._request: HttpRequest = scope["octavo.request"]
-        self._kept_body: bytes | None = None  # A body that was read, and is read again.
+        self._repeated_body: bytes | None = None  # A body that another handler reads again.
 
     async def body(self, kind: type[T], generates: bool = False) -> tuple[T, dict[str, Any]]:
         """Return the body of the request as a `kind`, and its unknown fields.
@@ -48,8 +48,8 @@ class Exchange:
         """
         if generates and self._is_large():
             self.front.check_may_send(self.caller)
-        with self.hold() as held:
-            data = await self.read(held)
+        with self.reserve() as reservation:
+            data = await self.read(reservation)
             if generates:
                 self.front.check_may_send(self.caller)
             return await body.decode(self.front.pool, data, kind, self.front.config.limits)
@@ -58,47 +58,49 @@ class Exchange:
         length = self.scope["octavo.headers"].get(b"content-length", b"")
         return not length.isdigit() or int(length) > SMALL
 
-    def hold(self) -> Held:
+    def reserve(self) -> BodyReservation:
         """Count the bytes of the body for the client until the `with` block ends."""
         _ = self.front.client.model  # This raises an error while no engine is ready.
         client = self.scope.get("client")
-        return self.front.bodies.hold(client[0] if client else "")
+        return self.front.bodies.reserve(client[0] if client else "")
 
-    async def read(self, held: Held) -> Bytes:
+    async def read(self, reservation: BodyReservation) -> Bytes:
         """Return the bytes of the body."""
-        buffered = self._request.whole_body() if self._kept_body is None else self._kept_body
+        received = self._repeated_body
+        if received is None:
+            received = self._request.take_complete_body()
         return await body.read(
             self.scope["octavo.headers"],
             self._receive,
-            buffered,
+            received,
             self.front.config.limits,
-            held,
-            # Ollama reads a body of any type, and its clients and examples often name none.
+            reservation,
+            # Ollama accepts a body of any type, and its clients often send no type.
             any_type=self.scope["path"].startswith("/api/"),
         )
 
     def put_back(self, data: bytes) -> None:
         """Let another handler read the body again."""
-        self._kept_body = data
+        self._repeated_body = data
 
     async def parts(self) -> AsyncIterator[bytes]:
         """Yield the bytes of a body as they arrive, without limits on their number."""
-        whole = self._request.whole_body()
-        if whole is not None:
-            yield whole
+        received = self._request.take_complete_body()
+        if received is not None:
+            yield received
             return
         seconds = self.front.config.limits.body_seconds
-        more = True
-        while more:
+        has_more = True
+        while has_more:
             try:
                 message = await asyncio.wait_for(self._receive(), seconds)
             except TimeoutError:
                 raise ApiError(
-                    408, f"nothing of the body arrived for {seconds:g} s", "body_timeout"
+                    408, f"no part of the body arrived for {seconds:g} s", "body_timeout"
                 ) from None
             if message["type"] == "http.disconnect":
                 raise client_gone()
-            more = message["more_body"]
+            has_more = message["more_body"]
             yield message["body"]
 
     async def reply(self, value: Any, headers: Headers | None = None, status: int = 200) -> None:

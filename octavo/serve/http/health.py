@@ -54,14 +54,19 @@ class Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        late = self.server.watchdog.late
-        known = self.path == "/livez"
-        state = {
-            "state": "stuck" if late > STUCK else "alive",
-            "loop_late_s": round(late, 3),
-        }
-        body = json.dumps(state if known else {"error": "this port serves only /livez"}).encode()
-        self.send_response(404 if not known else 503 if late > STUCK else 200)
+        if self.path == "/livez":
+            blocked_seconds = self.server.watchdog.late
+            is_stuck = blocked_seconds > STUCK
+            status = 503 if is_stuck else 200
+            reply: dict[str, Any] = {
+                "state": "stuck" if is_stuck else "alive",
+                "loop_late_s": round(blocked_seconds, 3),
+            }
+        else:
+            status = 404
+            reply = {"error": "this port serves only /livez"}
+        body = json.dumps(reply).encode()
+        self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()

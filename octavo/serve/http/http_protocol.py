@@ -1,10 +1,10 @@
 """Turns the bytes of one HTTP/1.1 connection into ASGI requests, and the responses into bytes.
 
-A connection handles one request at a time, in order. Input that follows the request in progress is
-held unparsed, up to `HELD` bytes; the rest is not read. So nothing that a client sends can disturb
-a response in progress: invalid HTTP, oversized headers and incomplete requests get their response
-after the earlier ones. httptools parses the input, at most `SLICE` bytes at a time (see
-turn_queue.py).
+A connection handles one request at a time, in order. Up to `MAX_BUFFERED` bytes of input that
+follow the request in progress are buffered unparsed, and further input is not read. So nothing that
+a client sends can disturb a response in progress: invalid HTTP, oversized headers and incomplete
+requests get their response after the earlier ones. httptools parses the input, at most `SLICE`
+bytes at a time (see turn_queue.py).
 
 A client may close its sending direction and still wait for the reply (see peer_probe.py).
 """
@@ -33,7 +33,7 @@ from octavo.serve.http.websocket_protocol import WebSocketProtocol
 from octavo.serve.limits import Limits
 
 SLICE = 4096  # The number of bytes that are parsed at a time.
-HELD = 64 * 2**10  # Reading stops when this many bytes wait, unparsed or as a body.
+MAX_BUFFERED = 64 * 2**10  # Reading stops when this many bytes are buffered, unparsed or as a body.
 LINGER_SECONDS = 1.0  # The client has this time to read the last response.
 
 
@@ -60,25 +60,25 @@ class HttpProtocol(asyncio.Protocol):
         self.connection = connection
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        self._held = b""  # The input. The part from `_position` on is not parsed yet.
+        self._input = b""  # The part from `_position` on is not parsed yet.
         self._position = 0
         self._active: HttpRequest | None = None  # The request in progress.
         # Requests that were parsed in the same slice, and that follow the current one.
         self._pipeline: deque[tuple[HttpRequest, Scope]] = deque()
         self._refusal: ApiError | None = None  # The last response of this connection.
-        self._ended = False  # Nothing more is written or parsed.
-        self._last = False  # The current request is the last one.
+        self._has_ended = False  # True means that nothing more is written or parsed.
+        self._is_last = False  # The current request is the last one.
         self._eof = False
         self._reading = True
         self._awaits_head = True  # The deadline applies to the head of a request.
         self._writable: asyncio.Event | None = None  # This is set while `write_paused` is true.
         self._peer_probe: PeerProbe | None = None
-        self._left_to_discard = 0
+        self._discardable = 0  # The bytes that may still be read and discarded.
         self._client: tuple[str, int] | None = None
         self._server: tuple[str, int] | None = None
-        # The request that is being parsed, and the bytes of its Content-Length still to come.
+        # The request that is being parsed, and the bytes of its Content-Length not parsed yet.
         self._parsed: HttpRequest | None = None
-        self._body_left = 0
+        self._unparsed_body = 0
         self._in_head = False
         self._head_bytes = 0
         self._trailer_bytes = 0
@@ -95,12 +95,12 @@ class HttpProtocol(asyncio.Protocol):
         self.context.state.connections.add(self)  # type: ignore[arg-type]
         self.connection.deadline = time.monotonic() + self.context.limits.header_seconds
         if self.connection not in self.context.table.connections:
-            self.transport.abort()  # Another connection got its place.
+            self.transport.abort()  # The connection was evicted to admit another one.
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.context.state.connections.discard(self)
         self.context.table.remove(self.connection)
-        self._ended = True
+        self._has_ended = True
         self.resume_writing()
         if self._peer_probe is not None:
             self._peer_probe.stop()
@@ -114,27 +114,27 @@ class HttpProtocol(asyncio.Protocol):
         del self._parser
 
     def data_received(self, data: bytes) -> None:
-        if self._ended:
+        if self._has_ended:
             self._discard(data)
             return
-        if self._held:
-            self._held = self._held[self._position :] + data
+        if self._input:
+            self._input = self._input[self._position :] + data
             self._position = 0
         else:
-            self._held = data
+            self._input = data
         if self.queued:
             # Otherwise libuv reads from a socket up to 32 times in one iteration.
             self._update_reading()
-        elif self.parse_some():
+        elif self.parse_slice():
             self.context.turns.add(self)
 
     def eof_received(self) -> bool:
         """Return True to keep the connection open until the reply is written."""
         self._eof = True
-        if self._ended or not (self._held or self._active):
+        if self._has_ended or not (self._input or self._active):
             return False
-        if self._active is not None and not self._held and not self._active.complete:
-            return False  # The rest of the body cannot arrive any more.
+        if self._active is not None and not self._input and not self._active.complete:
+            return False  # The body is incomplete, and nothing more can arrive.
         self._watch_peer()
         return True
 
@@ -155,7 +155,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """Finish the request in progress, then close, because the server shuts down."""
-        self._last = True
+        self._is_last = True
         self._pipeline.clear()
         if self._active is None:
             self.transport.close()
@@ -166,7 +166,7 @@ class HttpProtocol(asyncio.Protocol):
         self.transport.abort()
 
     def deadline_passed(self) -> None:
-        if self._ended:
+        if self._has_ended:
             if self.connection.unread() > 0:
                 self.connection.deadline = time.monotonic() + LINGER_SECONDS
             else:
@@ -180,8 +180,8 @@ class HttpProtocol(asyncio.Protocol):
 
     # ---- input -----------------------------------------------------------------------------------
 
-    def parse_some(self) -> bool:
-        """Parse one slice of the input, if allowed. Returns True if another can be parsed now."""
+    def parse_slice(self) -> bool:
+        """Parse one slice of the input, if allowed. Returns whether another can be parsed now."""
         if not self._must_wait():
             data = self._take_slice()
             try:
@@ -189,7 +189,7 @@ class HttpProtocol(asyncio.Protocol):
             except httptools.HttpParserUpgrade as upgrade:
                 self._upgrade(data[upgrade.args[0] :])
             except httptools.HttpParserError:
-                if not self._last:
+                if not self._is_last:
                     self._refuse(invalid_http())
             if self.transport.get_protocol() is not self:
                 return False  # The WebSocket protocol owns the connection now.
@@ -202,33 +202,33 @@ class HttpProtocol(asyncio.Protocol):
         return not self._must_wait()
 
     def _take_slice(self) -> bytes:
-        size = max(SLICE, min(self._body_left, HELD))
-        if len(self._held) - self._position <= size:
-            data = self._held[self._position :] if self._position else self._held
-            self._held = b""
+        size = max(SLICE, min(self._unparsed_body, MAX_BUFFERED))
+        if len(self._input) - self._position <= size:
+            data = self._input[self._position :] if self._position else self._input
+            self._input = b""
             self._position = 0
         else:
-            data = self._held[self._position : self._position + size]
+            data = self._input[self._position : self._position + size]
             self._position += size
         return data
 
     def _must_wait(self) -> bool:
         """Return whether parsing has to wait."""
-        if self._ended or self._refusal is not None or not self._held:
+        if self._has_ended or self._refusal is not None or not self._input:
             return True
         active = self._active
         if active is None:
-            return self._last
-        return active.complete or active.buffered > HELD or bool(self._pipeline)
+            return self._is_last
+        return active.complete or active.buffered > MAX_BUFFERED or bool(self._pipeline)
 
     def _update_state(self) -> None:
-        if self._ended:
+        if self._has_ended:
             return
         if self._active is None:
             if not self._awaits_head:
                 self._awaits_head = True
                 self.connection.deadline = time.monotonic() + self.context.limits.header_seconds
-            if self._eof and not self._held:
+            if self._eof and not self._input:
                 self.transport.close()
             return
         self._awaits_head = False
@@ -236,12 +236,13 @@ class HttpProtocol(asyncio.Protocol):
         state = ConnectionState.BUSY if self._active.complete else ConnectionState.RECEIVING
         if self.connection.state is not state:
             self.connection.enter(state)
-        if state is ConnectionState.RECEIVING and self._eof and not self._held:
+        if state is ConnectionState.RECEIVING and self._eof and not self._input:
             self.transport.close()
 
     def _update_reading(self) -> None:
-        """Read while little input is held, because only reading detects a disconnect."""
-        reading = len(self._held) - self._position <= HELD and not self._eof
+        """Read while little input is buffered, because only reading detects a disconnect."""
+        buffered = len(self._input) - self._position
+        reading = buffered <= MAX_BUFFERED and not self._eof
         if reading == self._reading:
             return
         self._reading = reading
@@ -263,9 +264,9 @@ class HttpProtocol(asyncio.Protocol):
         if self._active is not None:
             self._active.probe()
 
-    def body_taken(self) -> None:
-        """Read more, because the application has received a part of the body."""
-        if self._held:
+    def body_received(self) -> None:
+        """Parse more input, because the application has received a part of the body."""
+        if self._input:
             self.context.turns.add(self)
 
     # ---- httptools' callbacks --------------------------------------------------------------------
@@ -277,7 +278,7 @@ class HttpProtocol(asyncio.Protocol):
         self._url = b""
         self._headers = []
         self._parsed = None
-        self._body_left = 0
+        self._unparsed_body = 0
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -293,7 +294,7 @@ class HttpProtocol(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = 0
-        if self._refusal is not None or self._last:
+        if self._refusal is not None or self._is_last:
             return
         error = self._head_error()
         if error is not None:
@@ -312,7 +313,7 @@ class HttpProtocol(asyncio.Protocol):
         request.expects_continue = self._has_header(b"expect", b"100-continue")
         scope["octavo.request"] = request
         self._parsed = request
-        self._body_left = int(dict(self._headers).get(b"content-length", 0))
+        self._unparsed_body = int(dict(self._headers).get(b"content-length", 0))
         if self._active is None:
             self._start(request, scope)
         else:
@@ -320,13 +321,13 @@ class HttpProtocol(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         if self._parsed is not None:
-            self._body_left -= len(body)
+            self._unparsed_body -= len(body)
             self._parsed.add_body(body)
 
     def on_message_complete(self) -> None:
         if self._parsed is not None:
             self._parsed.end_body()
-            self._last = self._last or not self._parsed.keep_alive
+            self._is_last = self._is_last or not self._parsed.keep_alive
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -390,16 +391,16 @@ class HttpProtocol(asyncio.Protocol):
 
     def response_done(self, request: HttpRequest) -> None:
         self._active = None
-        if self._ended:
+        if self._has_ended:
             return
         if not request.keep_alive:
-            self._end(linger=not request.complete or bool(self._held))
+            self._end(linger=not request.complete or bool(self._input))
         elif self._pipeline:
             self._start(*self._pipeline.popleft())
             self._update_state()
         elif self._refusal is not None:
             self._write_refusal(self._refusal)
-        elif self._eof and not self._held:
+        elif self._eof and not self._input:
             self.transport.close()
         else:
             self._await_request()
@@ -410,17 +411,17 @@ class HttpProtocol(asyncio.Protocol):
         seconds = limits.header_seconds if self._in_head else limits.idle_seconds
         self.connection.deadline = time.monotonic() + seconds
         self.connection.enter(ConnectionState.IDLE)
-        if self._held:
+        if self._input:
             self.context.turns.add(self)
 
     # ---- the end ---------------------------------------------------------------------------------
 
     def _refuse(self, error: ApiError) -> None:
         """Make `error` the last response of the connection, after the pending responses."""
-        if self._refusal is not None or self._ended:
+        if self._refusal is not None or self._has_ended:
             return
         self._refusal = error
-        self._held = b""
+        self._input = b""
         self._position = 0
         active = self._active
         if self._pipeline and not self._pipeline[-1][0].complete:
@@ -441,64 +442,68 @@ class HttpProtocol(asyncio.Protocol):
         With `linger`, read on for a while, because the client may still be sending. Closing a
         socket with unread input resets the connection, and the client may lose the response.
         """
-        self._ended = True
-        self._held = b""
+        self._has_ended = True
+        self._input = b""
         self._position = 0
         if not linger or self._eof:
             self.transport.close()
             return
-        self._left_to_discard = self.context.limits.body_bytes
+        self._discardable = self.context.limits.body_bytes
         self.transport.write_eof()
         self.connection.enter(ConnectionState.SILENT)
         self.connection.deadline = time.monotonic() + LINGER_SECONDS
         self._update_reading()
 
     def _discard(self, data: bytes) -> None:
-        self._left_to_discard -= len(data)
-        if self._left_to_discard < 0:
+        self._discardable -= len(data)
+        if self._discardable < 0:
             self.transport.pause_reading()  # The deadline then closes the connection.
 
     # ---- other protocols -------------------------------------------------------------------------
 
     def _has_header(self, name: bytes, value: bytes) -> bool:
         return any(
-            found == name and given.strip().lower() == value for found, given in self._headers
+            header == name and content.strip().lower() == value for header, content in self._headers
         )
 
-    def _upgrade(self, rest: bytes) -> None:
-        """Handle a request for another protocol.
+    def _upgrade(self, following: bytes) -> None:
+        """Handle a request for another protocol. `following` is the input after its head.
 
         WebSocket is supported. An offer of another protocol, such as HTTP/2 from Java's client, is
         ignored: the request is parsed again without the offer.
         """
         if self._refusal is not None:
             return
-        websocket = self._has_header(b"upgrade", b"websocket")
-        if websocket and self._active is not None:
+        is_websocket = self._has_header(b"upgrade", b"websocket")
+        if is_websocket and self._active is not None:
             self._refuse(invalid_http())
             return
         method = self._parser.get_method()
         version = self._parser.get_http_version().encode()
-        dropped = () if websocket else (b"upgrade", b"http2-settings")
-        lines = [b"%b: %b\r\n" % header for header in self._headers if header[0] not in dropped]
+        dropped_headers = () if is_websocket else (b"upgrade", b"http2-settings")
+        lines = [
+            b"%b: %b\r\n" % header for header in self._headers if header[0] not in dropped_headers
+        ]
         head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, b"".join(lines))
-        rest += self._held[self._position :]
+        following += self._input[self._position :]
         self._position = 0
-        if not websocket:
+        if not is_websocket:
             self._parser = httptools.HttpRequestParser(self)
-            self._held = head + rest
+            self._input = head + following
             return
-        self._held = b""
+        self._input = b""
         self.context.state.connections.discard(self)
         protocol = WebSocketProtocol(self.context, self.connection)
         protocol.connection_made(self.transport)
         self.transport.set_protocol(protocol)
-        protocol.open(head, rest)
+        protocol.open(head, following)
 
 
-def address(found: Any) -> tuple[str, int] | None:
-    """Return the host and port of a socket address."""
-    return (str(found[0]), int(found[1])) if isinstance(found, tuple) else None
+def address(socket_address: Any) -> tuple[str, int] | None:
+    """Return the host and port of a socket address, or None if it has none."""
+    if not isinstance(socket_address, tuple):
+        return None
+    return str(socket_address[0]), int(socket_address[1])
 
 
 def invalid_http() -> ApiError:

@@ -28,7 +28,7 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> by
     """Return the bytes of an error response, which also announces the end of the connection."""
     body = error.encode()
     request_id = new_id()
-    found = {
+    fields = {
         **error.headers,
         **(headers or {}),
         "content-type": "application/json",
@@ -37,7 +37,7 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> by
         "x-request-id": request_id,
         "x-octavo-request-id": request_id,
     }
-    lines = "".join(f"{name}: {value}\r\n" for name, value in found.items())
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body
 
 
@@ -64,11 +64,11 @@ class HttpRequest:
         self._on_disconnect: Callable[[], None] | None = None
         self._head = b""  # The response head, written together with the first part of the body.
         self._chunked = False
-        self._remaining: int | None = None  # Bytes left of the content-length, if there is one.
+        self._remaining: int | None = None  # The bytes of the content-length not written yet.
 
     # ---- called by the application ---------------------------------------------------------------
 
-    def whole_body(self) -> bytes | None:
+    def take_complete_body(self) -> bytes | None:
         """Return the body if all of it has arrived, or None if it must be received in parts.
 
         Most bodies arrive together with the head. This call is then much cheaper than `receive`.
@@ -101,14 +101,14 @@ class HttpRequest:
         if self.expects_continue and not self.response_started:
             self.expects_continue = False
             self.protocol.transport.write(CONTINUE)
-        while not (self._body or self._finished() or (self.complete and not self._end_received)):
-            await self._wait()
+        while not self._has_input():
+            await self._wait_for_input()
         if self._finished():
             return {"type": "http.disconnect"}
         data = bytes(self._body)
         self._body.clear()
         self._end_received = self.complete
-        self.protocol.body_taken()
+        self.protocol.body_received()
         return {"type": "http.request", "body": data, "more_body": not self.complete}
 
     async def send(self, message: Message) -> None:
@@ -119,7 +119,7 @@ class HttpRequest:
         if message["type"] == "http.response.start" and not self.response_started:
             self._start(message["status"], message["headers"])
         elif message["type"] == "http.response.body" and not self.response_complete:
-            self._write(message.get("body", b""), last=not message.get("more_body", False))
+            self._write(message.get("body", b""), is_last=not message.get("more_body", False))
         else:
             raise RuntimeError(f"the ASGI message {message['type']} is out of order")
 
@@ -140,16 +140,16 @@ class HttpRequest:
     def add_body(self, data: bytes) -> None:
         if not self.response_complete:
             self._body += data
-            self._wake()
+            self._wake_receiver()
 
     def end_body(self) -> None:
         self.complete = True
-        self._wake()
+        self._wake_receiver()
 
     def disconnect(self) -> None:
         if not self._finished():
             self.disconnected = True
-            self._wake()
+            self._wake_receiver()
             if self._on_disconnect is not None:
                 self._on_disconnect()
 
@@ -162,19 +162,24 @@ class HttpRequest:
             if not self._http_1_0:
                 self.protocol.transport.write(CONTINUE)
         elif self.keep_alive_comment and not self.protocol.write_paused:
-            self._write(self.keep_alive_comment, last=False)
+            self._write(self.keep_alive_comment, is_last=False)
+
+    def _has_input(self) -> bool:
+        """Return whether `receive` can return a message now."""
+        has_end = self.complete and not self._end_received
+        return bool(self._body) or has_end or self._finished()
 
     def _finished(self) -> bool:
         return self.disconnected or self.response_complete
 
-    async def _wait(self) -> None:
+    async def _wait_for_input(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
         finally:
             self._waiter = None
 
-    def _wake(self) -> None:
+    def _wake_receiver(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -210,23 +215,23 @@ class HttpRequest:
             self.protocol.transport.write(self._head)
             self._head = b""
 
-    def _write(self, data: bytes, last: bool) -> None:
+    def _write(self, data: bytes, is_last: bool) -> None:
         if self._head_only:
             data = b""
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
-            if last:
+            if is_last:
                 data += b"0\r\n\r\n"
         elif self._remaining is not None:
             self._remaining -= len(data)
-            if self._remaining < 0 or (last and self._remaining > 0):
+            if self._remaining < 0 or (is_last and self._remaining > 0):
                 raise RuntimeError("the length of the body differs from the header content-length")
         if self._head:
             data = self._head + data
             self._head = b""
         if data:
             self.protocol.transport.write(data)
-        if last:
+        if is_last:
             self.response_complete = True
-            self._wake()
+            self._wake_receiver()
             self.protocol.response_done(self)

@@ -26,7 +26,7 @@ class InternalRequest:
         self._body = body
         self._on_disconnect: Callable[[], None] | None = None
 
-    def whole_body(self) -> bytes:
+    def take_complete_body(self) -> bytes:
         return self._body
 
     def abort(self) -> None:
@@ -51,7 +51,7 @@ class InternalRequest:
             self.reply += message.get("body", b"")
 
     async def run(self, app: ASGIApp, path: str, caller: Caller) -> ApiError | None:
-        """Send the request to a route. Returns the error that refused it, if one did."""
+        """Send the request to a route. Returns the error if the request was refused, or None."""
         headers = [(b"content-type", b"application/json")]
         scope: Scope = {
             "type": "http",

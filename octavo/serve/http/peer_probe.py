@@ -19,7 +19,7 @@ TCP_CLOSE = 7  # TCP_INFO reports these states on Linux.
 TCP_CLOSE_WAIT = 8
 
 
-class Probed(Protocol):
+class ProbedConnection(Protocol):
     transport: asyncio.Transport
 
     def needs_probe(self) -> bool:
@@ -29,7 +29,7 @@ class Probed(Protocol):
 
 
 class PeerProbe:
-    def __init__(self, connection: Probed):
+    def __init__(self, connection: ProbedConnection):
         self._connection = connection
         self._timer: asyncio.TimerHandle | None = None
 

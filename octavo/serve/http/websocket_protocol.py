@@ -20,7 +20,7 @@ from websockets.frames import CloseCode, Frame
 from websockets.http11 import Request
 
 from octavo.serve.api.api_errors import ApiError
-from octavo.serve.front.body_memory import Held
+from octavo.serve.front.body_memory import BodyReservation
 from octavo.serve.front.keys import Bucket
 from octavo.serve.http.connections import Connection, ConnectionState
 from octavo.serve.http.http_request import error_response
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 FRAMES = 16  # The number of frames, or parts of frames, that are parsed at a time.
 PART = 64 * 2**10  # The number of bytes of a frame that are parsed at a time.
-HELD = 64 * 2**10  # Reading stops when this many bytes wait unparsed.
+MAX_BUFFERED = 64 * 2**10  # Reading stops when this many bytes are buffered unparsed.
 SMALL = 1024  # A fragment with fewer bytes is a small frame.
 BURST = 128  # This many small frames may arrive at once.
-UNREAD = 2**20  # A client that has this many bytes to read may not send more.
+MAX_UNREAD = 2**20  # A client that has this many bytes to read may not send more.
 LINGER_SECONDS = 1.0  # The client has this time to read the close frame.
 FIN = 0x80
 MASK = 0x80
@@ -51,25 +51,25 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().__init__(context.uvicorn, context.state, {})
         self.context = context
         self.connection = connection
-        self._held = bytearray()
-        self._payload_left = 0  # The bytes still to come of the frame that is being parsed.
+        self._input = bytearray()
+        self._payload_left = 0  # The bytes of the current frame that are not parsed yet.
         self._small_frames = Bucket(context.limits.websocket_small_frames, BURST)
         # The first byte and the mask of the large frame that is being split.
         self._fragment_head: tuple[int, bytes] | None = None
-        self._in_message = False  # The frame that is being parsed is part of a message.
+        self._in_message = False  # The current frame is part of a message.
         self._message_bytes = 0
-        self._memory: Held | None = None  # This object counts the bytes of the message.
+        self._memory: BodyReservation | None = None  # It counts the bytes of the message.
         self._reading = True
         self._failed = False
 
-    def open(self, head: bytes, rest: bytes) -> None:
-        """Start with the head of the upgrade request, and the bytes that followed it."""
+    def open(self, head: bytes, following: bytes) -> None:
+        """Start with the head of the upgrade request and the input that follows it."""
         self.connection.owner = self
         self.connection.deadline = math.inf
         self.connection.enter(ConnectionState.BUSY)
         super().data_received(head)
-        if rest:
-            self.data_received(rest)
+        if following:
+            self.data_received(following)
 
     def handle_connect(self, event: Request) -> None:
         if self.conn.accept(event).status_code != HTTPStatus.SWITCHING_PROTOCOLS:
@@ -92,7 +92,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._failed = True
-        self._held.clear()
+        self._input.clear()
         self.frames = []
         self.conn.reader.discard()
         self._memory = None
@@ -105,17 +105,17 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         if self._failed:
             return
-        if self.transport.get_write_buffer_size() > UNREAD:
+        if self.transport.get_write_buffer_size() > MAX_UNREAD:
             self.transport.abort()  # The client sends pings and does not read the pongs.
             return
-        self._held += data
+        self._input += data
         if self.queued:
             # Otherwise libuv reads from a socket up to 32 times in one iteration.
             self._update_reading()
-        elif self.parse_some():
+        elif self.parse_slice():
             self.context.turns.add(self)
 
-    def parse_some(self) -> bool:
+    def parse_slice(self) -> bool:
         for _ in range(FRAMES):
             piece = b"" if self._must_wait() else self._next_piece()
             if not piece:
@@ -129,7 +129,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
         The socket is read meanwhile, so that a disconnect is detected.
         """
-        return self._failed or self.read_paused or not self._held or not self.handshake_complete
+        return self._failed or self.read_paused or not self._input or not self.handshake_complete
 
     def _next_piece(self) -> bytes:
         """Return one frame or a part of a large frame, or no bytes if it has not arrived yet."""
@@ -137,13 +137,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             head = self._frame_head()
             if head is None or not self._begin_frame(*head):
                 return b""
-        available = min(len(self._held), self._payload_left, PART)
+        available = min(len(self._input), self._payload_left, PART)
         if self._fragment_head is not None and available < self._payload_left:
-            available -= available % MASK_BYTES  # The mask starts again with each fragment.
+            available -= available % MASK_BYTES  # The mask restarts with each fragment.
             if available < SMALL:
                 return b""
-        piece = bytes(self._held[:available])
-        del self._held[:available]
+        piece = bytes(self._input[:available])
+        del self._input[:available]
         self._payload_left -= available
         if self._in_message and not self._count(available):
             return b""
@@ -155,17 +155,18 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         A large frame is passed to the parser as several fragments, because the parser would copy
         a whole frame twice at once. A frame that the parser will refuse is passed on unchanged.
         """
-        masked = bool(self._held[1] & MASK)
-        valid = masked and self._message_bytes + length <= self.context.limits.body_bytes
+        is_masked = bool(self._input[1] & MASK)
+        is_valid = is_masked and self._message_bytes + length <= self.context.limits.body_bytes
         self._fragment_head = None
         self._payload_left = head_size + length
-        if not (self._in_message and valid and length > PART):
+        is_split = self._in_message and is_valid and length > PART
+        if not is_split:
             return True
-        if len(self._held) < head_size:
+        if len(self._input) < head_size:
             self._payload_left = 0
             return False
-        self._fragment_head = self._held[0], bytes(self._held[head_size - MASK_BYTES : head_size])
-        del self._held[:head_size]
+        self._fragment_head = self._input[0], bytes(self._input[head_size - MASK_BYTES : head_size])
+        del self._input[:head_size]
         self._payload_left = length
         return True
 
@@ -187,12 +188,15 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.send_receive_event_to_app()
 
     def _count(self, size: int) -> bool:
-        """Count `size` more bytes of the message. Returns False if this closes the connection."""
+        """Count `size` more bytes of the message.
+
+        If they use too much memory, close the connection and return False.
+        """
         if self._memory is None:
             client = self.scope["client"]
-            self._memory = self.context.bodies.hold(client[0] if client else "")
+            self._memory = self.context.bodies.reserve(client[0] if client else "")
         self._message_bytes += size
-        refusal = self._memory.grow(self._message_bytes)
+        refusal = self._memory.resize(self._message_bytes)
         if refusal is not None:
             self.fail(CloseCode.TRY_AGAIN_LATER, refusal.message)
         return refusal is None
@@ -202,18 +206,18 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
         Returns None if the head is not complete, or if the client has sent too many small frames.
         """
-        held = self._held
-        if len(held) < 2:
+        head = self._input
+        if len(head) < 2:
             return None
-        length = held[1] & 0x7F
-        extended = {126: 2, 127: 8}.get(length, 0)
-        if len(held) < 2 + extended:
+        length = head[1] & 0x7F
+        extended_bytes = {126: 2, 127: 8}.get(length, 0)
+        if len(head) < 2 + extended_bytes:
             return None
-        if extended:
-            length = int.from_bytes(held[2 : 2 + extended], "big")
-        opcode = held[0] & OPCODE
-        fragment = opcode == CONTINUATION or not held[0] & FIN
-        if opcode > CLOSE or (fragment and length < SMALL) or self.close_sent:
+        if extended_bytes:
+            length = int.from_bytes(head[2 : 2 + extended_bytes], "big")
+        opcode = head[0] & OPCODE
+        is_fragment = opcode == CONTINUATION or not head[0] & FIN
+        if opcode > CLOSE or (is_fragment and length < SMALL) or self.close_sent:
             if self._small_frames.wait() > 0:
                 self.fail(CloseCode.POLICY_VIOLATION, "too many pings, pongs or small fragments")
                 return None
@@ -222,7 +226,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if opcode < CLOSE and self.connection.deadline == math.inf:
             # This is the first frame of a message. The whole message must arrive before a deadline.
             self.connection.deadline = time.monotonic() + self.context.limits.body_seconds
-        return 2 + extended + (4 if held[1] & MASK else 0), length
+        mask_bytes = MASK_BYTES if head[1] & MASK else 0
+        return 2 + extended_bytes + mask_bytes, length
 
     def send_receive_event_to_app(self) -> None:
         """Pass on a complete message, and stop parsing until the application has received it."""
@@ -265,13 +270,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.handshake_complete = True  # Otherwise uvicorn logs an error about the refusal.
 
     def proceed(self) -> None:
-        """Parse the held input, and resume reading."""
-        if self._held:
+        """Parse the buffered input, and resume reading."""
+        if self._input:
             self.context.turns.add(self)
         self._update_reading()
 
     def _update_reading(self) -> None:
-        reading = len(self._held) <= HELD and not self._failed
+        reading = len(self._input) <= MAX_BUFFERED and not self._failed
         if reading == self._reading:
             return
         self._reading = reading
@@ -295,7 +300,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         the connection, and the close frame is lost.
         """
         self._failed = True
-        self._held.clear()
+        self._input.clear()
         close = self.conn.close_sent
         code = close.code if close is not None else CloseCode.ABNORMAL_CLOSURE
         reason = close.reason if close is not None else ""

@@ -25,7 +25,7 @@ from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.error_formats import encode_stream_error
 from octavo.serve.api.replies import KEEP_ALIVE
 from octavo.serve.endpoints.application import METHODS, guarded
-from octavo.serve.front.body_memory import Held
+from octavo.serve.front.body_memory import BodyReservation
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.front.keys import Key
 from octavo.serve.http import body
@@ -107,7 +107,7 @@ class Outgoing:
     hashes: list[bytes]
     request: HttpRequest
     send: Send
-    held: Held
+    reservation: BodyReservation
     seconds: float  # The request may wait this long for a replica.
     failed: list[str] = field(default_factory=list)
     earlier: str | None = None  # The id of the request that this one continues or cancels.
@@ -164,19 +164,23 @@ class Forwarder:
         if key is not None:
             key.check()
         address = scope["client"][0] if scope.get("client") else ""
-        with self.front.bodies.hold(address) as held:
+        with self.front.bodies.reserve(address) as reservation:
             data = b""
             if scope["method"] == "POST" and not path.endswith("/cancel"):
                 limits = self.front.config.limits
                 headers = scope["octavo.headers"]
-                data = bytes(await body.read(headers, receive, request.whole_body(), limits, held))
+                data = bytes(
+                    await body.read(
+                        headers, receive, request.take_complete_body(), limits, reservation
+                    )
+                )
             outgoing = Outgoing(
                 start=self._start(scope, path, address, data),
                 arrival=caller.arrival,
                 hashes=block_hashes(data, caller.salt) if path in GENERATES else [],
                 request=request,
                 send=send,
-                held=held,
+                reservation=reservation,
                 earlier=earlier_request(path, data),
                 seconds=PROBE_SECONDS if path in PROBES else self.front.config.queue_timeout,
             )
@@ -292,7 +296,7 @@ class Forwarder:
         if isinstance(message, RelayHead):
             outgoing.started = True
             outgoing.start.body = b""
-            outgoing.held.release()
+            outgoing.reservation.release()
             content_type = dict(message.headers).get(b"content-type", b"")
             outgoing.is_stream = content_type.startswith(STREAM_TYPES)
             if content_type.startswith(b"text/event-stream"):

@@ -87,7 +87,7 @@ class RelayedRequest:
         self._head: RelayHead | None = None
         self._on_disconnect: Callable[[], None] | None = None
 
-    def whole_body(self) -> bytes:
+    def take_complete_body(self) -> bytes:
         return self._body
 
     @property
