@@ -1,4 +1,4 @@
-"""Converts values that are not JSON to JSON: Python's literals, Gemma's notation, text in tags.
+"""Converts values in other notations to JSON: Python's literals, Gemma's notation, text in tags.
 
 Nothing here runs code. The time is linear in the text, and nesting is bounded.
 """
@@ -13,7 +13,7 @@ MAX_DEPTH = 100
 WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 CLOSING = {"[": "]", "(": ")", "{": "}"}
-KINDS: dict[str, tuple[type, ...]] = {
+TYPES_BY_NAME: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
     "number": (int, float),
@@ -32,12 +32,12 @@ _QUOTED = re.compile(r"\"((?:[^\"\\]|\\.)*+)\"|'((?:[^'\\]|\\.)*+)'", re.DOTALL)
 
 
 class NotALiteral(ValueError):
-    """The text is not a value in this notation."""
+    """A text is not a value in the notation that was expected."""
 
 
 class LiteralReader:
-    """Reads values from a text. `quote` replaces Python's quotation marks. The keys of objects then
-    have no quotation marks."""
+    """Parses values in Python's notation. With a `quote`, strings stand between two `quote`s, and
+    the keys of objects have no quotation marks."""
 
     def __init__(self, text: str, quote: str = ""):
         self._text = text
@@ -45,75 +45,70 @@ class LiteralReader:
         self._pos = 0
 
     def value(self) -> Any:
-        """Read the whole text as one value."""
-        found = self._value(0)
-        self._end()
-        return found
+        """Parse the text as one value."""
+        value = self._value(0)
+        self._check_end()
+        return value
 
-    def members(self, between: str) -> dict[str, Any]:
-        """Read the whole text as names and values: `name=value, ...` or `name: value, ...`. A value
-        that is not a literal is a string without quotation marks."""
-        return self._members(between, "", 0)
+    def members(self, separator: str) -> dict[str, Any]:
+        """Parse the text as names and values: `name=value, ...` or `name: value, ...`. A value that
+        is not a literal is a string without quotation marks."""
+        return self._members(separator, "", 0)
 
-    # ---- pieces ----
+    # ---- parts of the text ----
 
     def _peek(self) -> str:
-        found = _SPACE.match(self._text, self._pos)
-        assert found is not None
-        self._pos = found.end()
+        """Skip white space and return the next character, or "" at the end of the text."""
+        space = _SPACE.match(self._text, self._pos)
+        assert space is not None
+        self._pos = space.end()
         return self._text[self._pos : self._pos + 1]
 
-    def _take(self, mark: str) -> bool:
+    def _read_mark(self, mark: str) -> bool:
+        """Read this character and return True if it comes next. "" means the end of the text."""
         if self._peek() != mark:
             return False
-        self._pos += 1
+        self._pos += len(mark)
         return True
 
-    def _end(self) -> None:
+    def _check_end(self) -> None:
         if self._peek():
             raise NotALiteral
 
-    def _members(self, between: str, close: str, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        while not self._closed(close):
+    def _members(self, separator: str, closing_mark: str, depth: int) -> dict[str, Any]:
+        """Read members up to the closing mark, or up to the end of the text without one."""
+        members: dict[str, Any] = {}
+        while not self._read_mark(closing_mark):
             key = self._string()
             if key is None:
                 key = self._word()
-            if not self._take(between):
+            if not self._read_mark(separator):
                 raise NotALiteral
-            found[key] = self._value(depth + 1) if close else self._value_or_text()
-            if not self._take(",") and not self._closed(close, keep=True):
+            members[key] = self._value(depth + 1) if closing_mark else self._value_or_plain_text()
+            if not self._read_mark(",") and self._peek() != closing_mark:
                 raise NotALiteral
-        return found
+        return members
 
-    def _value_or_text(self) -> Any:
-        """Read a value up to a comma or the end."""
-        begin = self._pos
+    def _value_or_plain_text(self) -> Any:
+        """Read a literal, or the plain text up to the next comma or the end."""
+        start = self._pos
         try:
             value = self._value(1)
             if self._peek() in ("", ","):
                 return value
         except NotALiteral:
             pass
-        end = self._text.find(",", begin)
+        end = self._text.find(",", start)
         self._pos = end if end >= 0 else len(self._text)
-        return self._text[begin : self._pos].strip()
+        return self._text[start : self._pos].strip()
 
-    def _items(self, close: str, depth: int) -> list[Any]:
-        found: list[Any] = []
-        while not self._closed(close):
-            found.append(self._value(depth + 1))
-            if not self._take(",") and not self._closed(close, keep=True):
+    def _items(self, closing_mark: str, depth: int) -> list[Any]:
+        items: list[Any] = []
+        while not self._read_mark(closing_mark):
+            items.append(self._value(depth + 1))
+            if not self._read_mark(",") and self._peek() != closing_mark:
                 raise NotALiteral
-        return found
-
-    def _closed(self, close: str, keep: bool = False) -> bool:
-        """Whether the closing mark comes next. Without a mark, the end of the text closes."""
-        if self._peek() != close:
-            return False
-        if not keep:
-            self._pos += len(close)
-        return True
+        return items
 
     def _value(self, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -138,11 +133,11 @@ class LiteralReader:
 
     def _word(self) -> str:
         self._peek()
-        found = _WORD.match(self._text, self._pos)
-        if found is None:
+        match = _WORD.match(self._text, self._pos)
+        if match is None:
             raise NotALiteral
-        self._pos = found.end()
-        return found[0]
+        self._pos = match.end()
+        return match[0]
 
     def _string(self) -> str | None:
         """Read a quoted string, if one comes next."""
@@ -150,18 +145,18 @@ class LiteralReader:
         if self._quote:
             if not self._text.startswith(self._quote, self._pos):
                 return None
-            begin = self._pos + len(self._quote)
-            end = self._text.find(self._quote, begin)
+            start = self._pos + len(self._quote)
+            end = self._text.find(self._quote, start)
             if end < 0:
                 raise NotALiteral
             self._pos = end + len(self._quote)
-            return self._text[begin:end]
-        found = _QUOTED.match(self._text, self._pos)
-        if found is None:
+            return self._text[start:end]
+        match = _QUOTED.match(self._text, self._pos)
+        if match is None:
             return None
-        self._pos = found.end()
-        text = next(group for group in found.groups() if group is not None)
-        return _with_whole_characters(_ESCAPE.sub(_unescaped, text))
+        self._pos = match.end()
+        text = next(group for group in match.groups() if group is not None)
+        return _without_surrogates(_ESCAPE.sub(_unescaped, text))
 
 
 def _number(text: str) -> int | float:
@@ -173,12 +168,15 @@ def _number(text: str) -> int | float:
         return float(text)
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    digits = found[1] or found[2] or found[3]
+def _unescaped(escape: re.Match[str]) -> str:
+    digits = escape[1] or escape[2] or escape[3]
     if digits:
         code = int(digits, 16)
-        return chr(code) if code < 0x110000 else found[0]
-    return ESCAPES.get(found[4], found[4] if found[4] in "\\'\"" else found[0])
+        return chr(code) if code < 0x110000 else escape[0]
+    character = escape[4]
+    if character in ESCAPES:
+        return ESCAPES[character]
+    return character if character in "\\'\"" else escape[0]
 
 
 # ---- as JSON ----
@@ -195,21 +193,21 @@ def members_as_json(text: str, quote: str) -> str | None:
     return _object(text, quote, ":")
 
 
-def _object(text: str, quote: str, between: str) -> str | None:
+def _object(text: str, quote: str, separator: str) -> str | None:
     reader = LiteralReader(text, quote)
     try:
-        return to_json(reader.members(between))
+        return to_json(reader.members(separator))
     except ValueError:
         return None
 
 
 def to_json(value: Any) -> str:
-    """Return JSON that can be sent. A lone surrogate becomes U+FFFD."""
-    return _with_whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    """Return JSON that can be encoded as UTF-8. A lone surrogate becomes U+FFFD."""
+    return _without_surrogates(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
-def _with_whole_characters(text: str) -> str:
-    """Replace each pair of surrogates by its character."""
+def _without_surrogates(text: str) -> str:
+    """Replace each pair of surrogates by its character, and each lone surrogate by U+FFFD."""
     if not _SURROGATE.search(text):
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -226,35 +224,37 @@ def text_as_json(text: str, schema: Any) -> str:
             value = read(text)
         except (ValueError, RecursionError):
             continue
-        if not types or _is_any(value, types):
+        if not types or _has_type(value, types):
             return to_json(value)
     return to_json(text)
 
 
 def parameters_of(schema: Any) -> dict[str, Any]:
-    """Return the schemas of an object's properties by name. A definition replaces each reference to
-    it."""
-    found = schema.get("properties") if isinstance(schema, dict) else None
-    if not isinstance(found, dict):
+    """Return the schemas of an object's properties by name. References to definitions are
+    resolved."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
         return {}
-    return {name: _dereferenced(own, schema) for name, own in found.items()}
+    return {
+        name: _dereferenced(property_schema, schema) for name, property_schema in properties.items()
+    }
 
 
 def _dereferenced(schema: Any, root: dict[str, Any]) -> Any:
     for _ in range(5):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
-        parts = reference.split("/") if isinstance(reference, str) else []
-        if len(parts) != 3 or parts[0] != "#":
+        path = reference.split("/") if isinstance(reference, str) else []
+        if len(path) != 3 or path[0] != "#":
             break
-        definitions = root.get(parts[1])
-        if not isinstance(definitions, dict) or parts[2] not in definitions:
+        definitions = root.get(path[1])
+        if not isinstance(definitions, dict) or path[2] not in definitions:
             break
-        schema = definitions[parts[2]]
+        schema = definitions[path[2]]
     return schema
 
 
 def is_string_schema(schema: Any) -> bool:
-    """Whether a schema allows nothing but strings."""
+    """Return whether a schema allows only strings."""
     return _types(schema) == {"string"}
 
 
@@ -268,29 +268,29 @@ def _read_json(text: str) -> Any:
 def _read_python(text: str) -> Any:
     value = LiteralReader(text.strip()).value()
     if isinstance(value, str):
-        raise NotALiteral  # quotation marks belong to a text
+        raise NotALiteral  # The quotation marks are part of the parameter's text.
     return value
 
 
-def _is_any(value: Any, types: set[str]) -> bool:
+def _has_type(value: Any, types: set[str]) -> bool:
     if isinstance(value, bool):
         return "boolean" in types
-    return any(isinstance(value, KINDS[name]) for name in types)
+    return any(isinstance(value, TYPES_BY_NAME[name]) for name in types)
 
 
 def _types(schema: Any, depth: int = 0) -> set[str]:
     """Return the types that a schema allows. The set is empty if the schema names no type."""
     if not isinstance(schema, dict) or depth > 5:
         return set()
-    given = schema.get("type")
-    if isinstance(given, str):
-        given = [given]
-    if isinstance(given, list):
-        return {name for name in given if isinstance(name, str) and name in KINDS}
+    type_names = schema.get("type")
+    if isinstance(type_names, str):
+        type_names = [type_names]
+    if isinstance(type_names, list):
+        return {name for name in type_names if isinstance(name, str) and name in TYPES_BY_NAME}
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            found = [_types(one, depth + 1) for one in schema[name]]
-            return set().union(*found) if all(found) else set()
+            branch_types = [_types(branch, depth + 1) for branch in schema[name]]
+            return set().union(*branch_types) if all(branch_types) else set()
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         return {"string"}

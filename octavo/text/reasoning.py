@@ -103,10 +103,10 @@ class ReasoningFilter:
         pieces = []
         while True:
             tags = self._tags()
-            found = [(text.find(tag), tag) for tag in tags if tag in text]
-            if not found:
+            found_tags = [(text.find(tag), tag) for tag in tags if tag in text]
+            if not found_tags:
                 break
-            place, tag = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+            place, tag = min(found_tags, key=lambda pair: (pair[0], -len(pair[1])))
             pieces.append((self.in_reasoning, text[:place]))
             text = text[place + len(tag) :]
             if tag == (self.style.closing if self.in_reasoning else self.style.opening):

@@ -39,31 +39,33 @@ class ReasoningGuide:
         # A structured answer must come, so the reasoning cannot end the text.
         self._reasoning_mask = without(self._free_mask, end_ids if answer is not None else ())
         self._phase = "reasoning" if marks.is_open else "start"
-        self._opened = 0  # The tokens of the opening tag so far.
-        # The guide of the answer while the tokens of the opening tag fit the answer too.
-        self._rival = answer.copy() if answer is not None else None
-        self._forced: list[int] = []  # The tokens that must come next.
-        self._count = 0  # The tokens of the reasoning so far.
-        self._tail = b""  # The last bytes of the reasoning.
+        self._opening_tokens = 0  # The number of tokens of the opening tag so far.
+        # The guide of an answer without reasoning, while the tokens so far may begin one.
+        self._untagged_answer = answer.copy() if answer is not None else None
+        self._forced_ids: list[int] = []  # The tokens that must come next.
+        self._reasoning_tokens = 0  # The number of tokens of the reasoning so far.
+        self._last_bytes = b""  # The last bytes of the reasoning.
         self._check_budget()
 
     @property
     def mask(self) -> bytes:
-        if self._forced:
-            return only(self._forced[0], len(self._free_mask))
+        if self._forced_ids:
+            return only(self._forced_ids[0], len(self._free_mask))
         if self._phase == "reasoning":
             return self._reasoning_mask
         if self._answer is None:
             return self._free_mask
         if self._phase == "answer":
             return self._answer.mask
-        opening = only(self._opening_ids[self._opened], len(self._free_mask))
-        return opening if self._rival is None else union(self._rival.mask, opening)
+        opening = only(self._opening_ids[self._opening_tokens], len(self._free_mask))
+        if self._untagged_answer is None:
+            return opening
+        return union(self._untagged_answer.mask, opening)
 
     def accept(self, token: int) -> None:
-        if self._forced:
-            self._forced.pop(0)
-            if not self._forced and self._phase == "closing":
+        if self._forced_ids:
+            self._forced_ids.pop(0)
+            if not self._forced_ids and self._phase == "closing":
                 self._phase = "answer"
         elif self._phase == "reasoning":
             self._accept_reasoning(token)
@@ -73,47 +75,49 @@ class ReasoningGuide:
             self._answer.accept(token)
 
     def _accept_start(self, token: int) -> None:
-        if token != self._opening_ids[self._opened]:
+        if token != self._opening_ids[self._opening_tokens]:
             self._begin_answer(token)
             return
-        if self._rival is not None and allows(self._rival.mask, token):
-            self._rival.accept(token)
+        if self._untagged_answer is not None and allows(self._untagged_answer.mask, token):
+            self._untagged_answer.accept(token)
         else:
-            self._rival = None
-        self._opened += 1
-        if self._opened == len(self._opening_ids):
+            self._untagged_answer = None
+        self._opening_tokens += 1
+        if self._opening_tokens == len(self._opening_ids):
             self._phase = "reasoning"
             self._check_budget()
 
     def _begin_answer(self, token: int) -> None:
         self._phase = "answer"
-        if self._rival is not None:
-            self._answer = self._rival
+        if self._untagged_answer is not None:
+            self._answer = self._untagged_answer
             self._answer.accept(token)
 
     def _accept_reasoning(self, token: int) -> None:
-        self._count += 1
-        self._tail = (self._tail + self._tokenizer.token_bytes(token))[-4 * len(self._closing) :]
-        if self._closing in self._tail:
+        self._reasoning_tokens += 1
+        self._last_bytes = (self._last_bytes + self._tokenizer.token_bytes(token))[
+            -4 * len(self._closing) :
+        ]
+        if self._closing in self._last_bytes:
             self._phase = "answer"
         else:
             self._check_budget()
 
     def _check_budget(self) -> None:
         """Force the closing tag if the budget is used up."""
-        is_used_up = self._budget is not None and self._count >= self._budget
+        is_used_up = self._budget is not None and self._reasoning_tokens >= self._budget
         if self._phase == "reasoning" and is_used_up:
             self._phase = "closing"
-            self._forced += self._closing_ids
+            self._forced_ids += self._closing_ids
 
     def copy(self) -> ReasoningGuide:
-        twin = copy.copy(self)
-        twin._forced = list(self._forced)
+        duplicate = copy.copy(self)
+        duplicate._forced_ids = list(self._forced_ids)
         if self._answer is not None:
-            twin._answer = self._answer.copy()
-        if self._rival is not None:
-            twin._rival = self._rival.copy()
-        return twin
+            duplicate._answer = self._answer.copy()
+        if self._untagged_answer is not None:
+            duplicate._untagged_answer = self._untagged_answer.copy()
+        return duplicate
 
 
 def tag_ids(tokenizer: Tokenizer, tag: str) -> list[int]:
@@ -142,7 +146,7 @@ def allows(mask: bytes, token: int) -> bool:
 
 
 def without(mask: bytes, tokens: Sequence[int]) -> bytes:
-    found = bytearray(mask)
+    remaining = bytearray(mask)
     for token in tokens:
-        found[token >> 3] &= ~(1 << (token & 7)) & 0xFF
-    return bytes(found)
+        remaining[token >> 3] &= ~(1 << (token & 7)) & 0xFF
+    return bytes(remaining)

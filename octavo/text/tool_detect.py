@@ -35,15 +35,15 @@ PROBE_TOOL = {
 PROBE_ARGUMENTS = {"city": "Paris"}
 # Some templates need an id of nine letters and digits. Others write the id in place of the name.
 CALL_IDS = ("call00001", "functions.{name}:0")
-_UP_TO_BREAK = re.compile(r".*[\s>\]]", re.DOTALL)
+_UP_TO_LAST_BREAK = re.compile(r".*[\s>\]]", re.DOTALL)
 _LEADING_TAGS = re.compile(r"^(?:\s|<[^<>\s]+>)*")
 _TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
 @lru_cache(maxsize=16)
 def detect_format(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat:
-    """Return the format of a model with this template. A template that does not show tools gets
-    them in words (octavo.text.tool_prompt), which ask for the hermes format."""
+    """Return the format of a model with this template. If the template does not show tools, they
+    are described in words (octavo.text.tool_prompt), which ask for the hermes format."""
     if not template.knows_tools:
         return HERMES
     texts = [written_call(template, PROBE_TOOL, PROBE_ARGUMENTS, call_id) for call_id in CALL_IDS]
@@ -81,14 +81,14 @@ def written_call(
         return ""
     common = _common_length(prompt, text)
     # The texts may have the beginning of a tag in common, which belongs to the call.
-    found = _UP_TO_BREAK.match(text, 0, common)
-    return text[found.end() if found else 0 :]
+    last_break = _UP_TO_LAST_BREAK.match(text, 0, common)
+    return text[last_break.end() if last_break else 0 :]
 
 
 def _common_length(first: str, second: str) -> int:
-    """Return how many characters two texts have in common at the start."""
+    """Return the length of the longest common prefix of two texts."""
     length = min(len(first), len(second))
-    return next((at for at in range(length) if first[at] != second[at]), length)
+    return next((index for index in range(length) if first[index] != second[index]), length)
 
 
 def read_call(format: ToolFormat, text: str, tool: dict[str, Any]) -> tuple[str, Any] | None:

@@ -1,4 +1,4 @@
-"""One table of the formats in which models write tool calls. Parsers and grammars follow it.
+"""The table of the formats in which models write tool calls. Parsers and grammars follow it.
 
 Patterns of text with places in braces describe a format:
 
@@ -41,16 +41,16 @@ class PatternStep(NamedTuple):
 
 def steps_of(pattern: str) -> tuple[PatternStep, ...]:
     """Return the parts of a pattern, in order."""
-    found: list[PatternStep] = []
-    at = 0
+    steps: list[PatternStep] = []
+    position = 0
     for place in _PLACE.finditer(pattern):
-        if place.start() > at:
-            found.append(PatternStep("text", pattern[at : place.start()]))
-        found.append(PatternStep("space", place[2]) if place[2] else PatternStep(place[1]))
-        at = place.end()
-    if at < len(pattern):
-        found.append(PatternStep("text", pattern[at:]))
-    return tuple(found)
+        if place.start() > position:
+            steps.append(PatternStep("text", pattern[position : place.start()]))
+        steps.append(PatternStep("space", place[2]) if place[2] else PatternStep(place[1]))
+        position = place.end()
+    if position < len(pattern):
+        steps.append(PatternStep("text", pattern[position:]))
+    return tuple(steps)
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class ToolFormat:
     before: str = ""  # the pattern before the first call
     between: str = ""  # the text between two calls
     after: str = ""  # the text after the last call
-    parameter: str = ""  # the pattern of one of the {parameters}
+    parameter: str = ""  # the pattern of one parameter in {parameters}
     start: str = ""  # the pattern of a reply that begins with a call without an opening tag
     openers: tuple[str, ...] = ()  # further tags that may open a call
-    closers: tuple[str, ...] = ()  # further tags that may close it
+    closers: tuple[str, ...] = ()  # further tags that may close a call
     silent: tuple[str, ...] = ()  # tags that are removed from the content
     members: tuple[str, str] = ("name", "arguments")  # the keys of {json}
-    keyed: bool = False  # {json} has one member: its key is the name, its value the arguments
+    keyed: bool = False  # {json} has one member: the key is the name, the value the arguments
     plain: str = ""  # a name that marks an answer instead of a call
     quote: str = ""  # the quotation mark of strings in {gemma}
 
@@ -78,7 +78,7 @@ class ToolFormat:
 
     @cached_property
     def start_mark(self) -> str:
-        """The character that a call without an opening tag always begins with, or nothing."""
+        """The character that every call without an opening tag begins with, or an empty text."""
         if self.start == "{json}":
             return "{"
         return "[" if self.start.startswith("[") else ""
@@ -86,19 +86,21 @@ class ToolFormat:
     @cached_property
     def opening(self) -> tuple[str, ...]:
         """The tags that open a call in a text."""
-        found = [*self.openers]
+        tags = [*self.openers]
         if not self.start:
-            found.append(_first_tag(self.before))
-        found.append(_first_tag(self.call))
-        return tuple(dict.fromkeys(filter(None, found)))
+            tags.append(_first_tag(self.before))
+        tags.append(_first_tag(self.call))
+        return tuple(dict.fromkeys(filter(None, tags)))
 
     @cached_property
     def closing(self) -> tuple[str, ...]:
         """The tags that close calls."""
-        last = steps_of(self.call)[-1:]
-        tags = [step.text for step in last if step.kind == "text" and step.text[0] == "<"]
-        found = [*self.closers, self.after.strip(" \n]"), *tags]
-        return tuple(dict.fromkeys(filter(None, found)))
+        last_steps = steps_of(self.call)[-1:]
+        final_tags = [
+            step.text for step in last_steps if step.kind == "text" and step.text[0] == "<"
+        ]
+        closing_tags = [*self.closers, self.after.strip(" \n]"), *final_tags]
+        return tuple(dict.fromkeys(filter(None, closing_tags)))
 
     @cached_property
     def call_texts(self) -> tuple[str, ...]:
@@ -277,7 +279,7 @@ _TABLE = (
     ),
 )  # fmt: skip
 FORMATS = {format.name: format for format in _TABLE}
-# vLLM's names of parsers that have other names here.
+# The parsers that have another name in vLLM: vLLM's name -> Octavo's name.
 VLLM_FORMATS = {
     "llama3_json": "llama_json",
     "llama4_json": "llama_json",
@@ -294,7 +296,7 @@ VLLM_FORMATS = {
     "cohere_command4": "command_r",
     "gigachat3": "gigachat",
     "muse_glimmer": "muse",
-    # The chat template of these models tells the format.
+    # The format of these models is detected from their chat templates.
     **dict.fromkeys(
         ("dots", "ernie45", "ling3", "poolside_v1", "hunyuan_a13b", "hy_v3", "kimi_k3", "longcat",
          "mimo", "minimax_m3", "step3", "step3p5", "inkling"),
@@ -304,20 +306,21 @@ VLLM_FORMATS = {
 
 
 def is_extension(name: str) -> bool:
-    """Return whether a name means a format of the user's (octavo/extensions.py)."""
+    """Return whether a name is that of a format that the user has written
+    (octavo/extensions.py)."""
     return is_path(name) or name in extension_names(TOOL_PARSERS)
 
 
 @cache
 def find_format(name: str) -> ToolFormat:
-    """Return the format of a name, which may be that of a format of the user's."""
+    """Return the format with this name, which the user may have written."""
     if name in FORMATS:
         return FORMATS[name]
-    found = find_extension(TOOL_PARSERS, name, "tool_parser")
-    if not isinstance(found, ToolFormat):
+    extension = find_extension(TOOL_PARSERS, name, "tool_parser")
+    if not isinstance(extension, ToolFormat):
         raise InvalidRequest(
-            f"tool_parser {name!r} is not a ToolFormat but {type(found).__name__}: describe the "
-            "format with octavo.text.tool_formats.ToolFormat, as docs/extending.md shows",
+            f"tool_parser {name!r} is not a ToolFormat but {type(extension).__name__}: describe "
+            "the format with octavo.text.tool_formats.ToolFormat, as docs/extending.md shows",
             "tool_parser",
         )
-    return found
+    return extension

@@ -1,4 +1,4 @@
-"""Makes the grammar of a reply that must call tools, or whose calls of strict tools must be valid.
+"""Writes grammars for replies that must call tools, or that may call tools with strict arguments.
 
 Grammars are in llguidance's dialect of Lark. They follow the patterns of octavo.text.tool_formats.
 """
@@ -21,13 +21,14 @@ SINGLE_QUOTED = r"/'[^'\\]*'/"
 
 
 def has_grammar(format: ToolFormat) -> bool:
-    """Whether calls can be forced in this format. If not, they are forced in another format."""
+    """Return whether a grammar can force calls in this format. If not, the caller uses another
+    format."""
     return bool(format.call) and "{gemma}" not in format.call
 
 
 def allows_free_text(format: ToolFormat) -> bool:
-    """Whether a call differs from other text as soon as it begins. Only then can a grammar
-    constrain the calls and leave the text around them free."""
+    """Return whether the first characters of a call distinguish it from other text. Only then can a
+    grammar constrain the calls and leave the text around them free."""
     return has_grammar(format) and bool(format.start_mark if format.start else format.opening)
 
 
@@ -42,10 +43,10 @@ def call_grammar(
     """Return a grammar for calls of these tools: one call, or with `parallel` one or more.
 
     `answer` is a JSON schema: the reply may match it instead of being calls. With `free`, the reply
-    is any text with any number of calls in it, and only `strict` tools must get arguments that
-    match their schema. `special_ids` are the special tokens in the format's texts, which a grammar
-    must name by id. Each tool's parameters are a schema of their own, so that references in them
-    (#/$defs/...) keep their meaning.
+    is any text with any number of calls in it, and only the arguments of `strict` tools must match
+    their schema. `special_ids` maps the special tokens in the format's texts to their ids, because
+    a grammar must name a special token by its id. Each tool's parameters are a schema of their own,
+    so that references in them (#/$defs/...) keep their meaning.
     """
     return _GrammarWriter(format, tools, special_ids, free).write(parallel, answer)
 
@@ -69,9 +70,9 @@ class _GrammarWriter:
 
     def write(self, parallel: bool, answer: str | None) -> str:
         """Return the whole grammar."""
-        call_opener, call_rest = self._split_opener(steps_of(self.format.call))
+        call_opener, after_opener = self._split_opener(steps_of(self.format.call))
         self._add("call", _sequence_of(call_opener, "rest"))
-        self._add_choices("rest", call_rest)
+        self._add_choices("rest", after_opener)
         section_opener = self._add_calls(parallel)
         if answer is not None:
             self._add("start", "calls | answer")
@@ -89,19 +90,19 @@ class _GrammarWriter:
         return "\n".join(self.rules)
 
     def _add_calls(self, parallel: bool) -> str:
-        """Add the rule `calls`. Return the text that opens a section of calls, if the format has
-        one: what follows it is then the rule `inner`."""
+        """Add the rule `calls`. If the format has a text that opens a section of calls, return
+        this text and add the rule `inner` for the text after it."""
         format = self.format
-        first = "call"
+        first_call = "call"
         opener = ""
         if format.start:
             self._add_choices("first", steps_of(format.start))
-            first = "first"
+            first_call = "first"
         elif format.before:
             opener, before = self._split_opener(steps_of(format.before))
-            first = _sequence_of(self._literals(before), "call")
-        more = f"({self._literals(steps_of(format.between))} call)*" if parallel else ""
-        calls = _sequence_of(first, more, self._literals(steps_of(format.after)))
+            first_call = _sequence_of(self._literals(before), "call")
+        more_calls = f"({self._literals(steps_of(format.between))} call)*" if parallel else ""
+        calls = _sequence_of(first_call, more_calls, self._literals(steps_of(format.after)))
         if opener:
             self._add("calls", f"{opener} inner")
             self._add("inner", calls)
@@ -120,8 +121,8 @@ class _GrammarWriter:
         self.rules.append(f"{name}: {body}")
 
     def _add_text_up_to(self, name: str, end: str) -> None:
-        """Add a rule for any text up to the first occurrence of this end. A special token is never
-        part of a text, so the rule needs no lazy match if the end has one."""
+        """Add a rule for any text up to the first occurrence of `end`. Ordinary text contains no
+        special token, so the rule needs no lazy match if `end` has a special token."""
         lazy = "" if "<[" in end else "[lazy]"
         self._add(name + lazy, f"TEXT {end}")
         self.uses_text = True
@@ -137,14 +138,14 @@ class _GrammarWriter:
     # ---- the parts of a pattern ----
 
     def _split_opener(self, steps: tuple[PatternStep, ...]) -> tuple[str, tuple[PatternStep, ...]]:
-        """Return the text that a pattern begins with, and the rest of the pattern."""
+        """Return the text that a pattern begins with, and the steps after it."""
         if not steps or steps[0].kind != "text":
             return "", steps
         return self._literal(steps[0].text), steps[1:]
 
     def _literals(self, steps: tuple[PatternStep, ...]) -> str:
-        """Return one literal for each step. A single literal for all would not do: where two
-        literals may follow, neither may be the beginning of the other."""
+        """Return one literal for each step. The steps are not joined, because of two literals that
+        may follow at one position, neither may be the beginning of the other."""
         return " ".join(self._literal(step.text) for step in steps)
 
     def _literal(self, text: str) -> str:
@@ -162,7 +163,7 @@ class _GrammarWriter:
         return json.dumps(part)
 
     def _term(self, step: PatternStep, rule: str, function: dict[str, Any]) -> str:
-        """Return what one step of a pattern allows for one tool."""
+        """Return the term of the grammar for one step of a pattern and one tool."""
         schema = function.get("parameters")
         if self.free and not function.get("strict"):
             schema = {"additionalProperties": True}
@@ -182,7 +183,7 @@ class _GrammarWriter:
                 return self._parameters(rule, schema)
             case "python":
                 return self._keywords(rule, schema)
-        return ""  # {skip} may be empty
+        return ""  # The term of {skip} is empty.
 
     def _json_head(self, name: str) -> str:
         """Return the text of a call in JSON up to the arguments."""
@@ -195,7 +196,7 @@ class _GrammarWriter:
     # ---- arguments one by one ----
 
     def _parameters(self, rule: str, schema: Any) -> str:
-        """Return a sequence of the parameters that the schema names, in its order."""
+        """Return a sequence of the parameters that the schema lists, in the same order."""
         if _leaves_parameters_open(schema):
             self._add_parameter(f"{rule}_any", None, {})
             return f"{rule}_any*"
@@ -254,24 +255,25 @@ def _sequence_of(*terms: str) -> str:
 
 
 def _leaves_parameters_open(schema: Any) -> bool:
-    """Whether the schema allows parameters that it does not list."""
+    """Return whether the schema lists no parameters but allows some."""
     if not isinstance(schema, dict) or isinstance(schema.get("properties"), dict):
         return False
     return any(key in schema for key in (*DESCRIBING_KEYWORDS, "additionalProperties"))
 
 
 def _listed_parameters(schema: Any) -> list[_Parameter]:
-    """Return the parameters that a schema lists. Each gets the definitions of the whole schema."""
+    """Return the parameters that a schema lists. The schema of each parameter gets the definitions
+    of the full schema."""
     if not isinstance(schema, dict):
         return []
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = schema.get("required") or []
-    found: list[_Parameter] = []
+    parameters: list[_Parameter] = []
     for name, own_schema in parameters_of(schema).items():
         if isinstance(own_schema, dict):
             own_schema = {**own_schema, **definitions}
-        found.append(_Parameter(name, own_schema, name in required))
-    return found
+        parameters.append(_Parameter(name, own_schema, name in required))
+    return parameters
 
 
 def _keyword_value(schema: Any) -> str:

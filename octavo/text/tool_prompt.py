@@ -23,7 +23,7 @@ To call one, write its name and its arguments as JSON between these tags, once f
 
 
 def mentions_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
-    """Whether there are tools, or calls of tools or their results in the conversation."""
+    """Return whether there are tools, or tool calls or their results in the conversation."""
     return bool(tools) or any(
         message["role"] in RESULT_ROLES or "tool_calls" in message for message in messages
     )
@@ -32,11 +32,11 @@ def mentions_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]] |
 def spell_out(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, takes_system: bool = True
 ) -> list[dict[str, Any]]:
-    """A conversation with tools for a template that knows nothing of them. Calls and results are
-    written as models of the hermes kind write them. The tools are described in the system message,
-    or in the first user message where the template takes no system message."""
+    """Return a conversation with tools for a template that does not support tools. Calls and
+    results are written in the hermes format. The tools are described in the system message, or in
+    the first user message if the template takes no system message."""
     spelled: list[dict[str, Any]] = []
-    before = ""  # the role of the message before
+    previous_role = ""  # the role of the message before
     for message in messages:
         role = message["role"]
         if role == "assistant" and "tool_calls" in message:
@@ -45,13 +45,13 @@ def spell_out(
             spelled.append({"role": "assistant", "content": content})
         elif role in RESULT_ROLES:
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            _add_user_text(spelled, text, joined=before in RESULT_ROLES)
-        elif role == "user" and before in RESULT_ROLES:
-            # templates may insist that user and assistant take turns, and a result is a user's turn
+            _add_user_text(spelled, text, joined=previous_role in RESULT_ROLES)
+        elif role == "user" and previous_role in RESULT_ROLES:
+            # Templates may require that user and assistant alternate. A result is a user's turn.
             _add_user_text(spelled, message["content"], joined=True)
         else:
             spelled.append(message)
-        before = role
+        previous_role = role
     if tools:
         _introduce(spelled, tools, takes_system)
     return spelled
