@@ -40,7 +40,7 @@ class TensorPart:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole tensor."""
+        """The shape of the undivided tensor."""
         columns = () if self.columns is None else (self.columns.total,)
         return torch.Size((self.rows.total, *columns))
 
@@ -69,11 +69,11 @@ class Slot:
     dest: Tensor | QuantWeight
     transform: Callable[[Tensor], Tensor] | None = None
     matrix: Matrix | None = None  # the module whose weight `dest` is a part of
-    part: TensorPart | None = None  # None: this rank holds the whole tensor
+    part: TensorPart | None = None  # None: this rank holds the complete tensor
 
     @property
     def shape(self) -> torch.Size:
-        """The shape that the whole tensor has after `transform`."""
+        """The shape that the undivided tensor has after `transform`."""
         return self.dest.shape if self.part is None else self.part.shape
 
     def fill(self, value: Tensor | QuantWeight, rearranged: bool = False) -> None:
@@ -88,7 +88,7 @@ class Slot:
         if self.part is not None:
             value = self.part.take_rows(value)
             if isinstance(self.dest, QuantWeight) and isinstance(value, Tensor):
-                # A scale may belong to a whole row, so rows are quantised before they are divided.
+                # A row may have a single scale, so rows are quantised before they are divided.
                 value = quant.quantized(value, self.dest)
             value = self.part.take_columns(value)
         if isinstance(self.dest, QuantWeight):
@@ -105,7 +105,7 @@ class Slot:
             self.fill(tensor.read(), tensor.rearranged)
 
     def takes(self, tensor: StoredTensor) -> bool:
-        """Whether the tensor's codes can be copied. Its scales may be rounded to float16."""
+        """Return whether the tensor's codes can be copied. Its scales may be rounded to float16."""
         if tensor.format is None or not isinstance(self.dest, QuantWeight):
             return False
         if self.transform is not None and not tensor.rearranged:
@@ -132,16 +132,14 @@ class Matrix(nn.Module):
         )
 
     def part(self, name: str) -> TensorPart | None:
-        """Return which part of a checkpoint tensor this rank holds, or None if it is all of it."""
+        """Return the part of a checkpoint tensor that this rank holds. None means all of it."""
         rows = self.outputs[name]
         is_part = rows.is_part or self.inputs.is_part
         return TensorPart(rows, self.inputs) if is_part else None
 
     def quantize(self, formats: WeightFormat | list[WeightFormat], device: str) -> None:
-        """Replace the weight by an empty one in this format, or with one format for each part.
-
-        It is called before loading.
-        """
+        """Replace the weight by an empty one before loading. `formats` is the format of the weight,
+        or a list with the format of each part."""
         self._check_groups([formats] if isinstance(formats, WeightFormat) else formats)
         with torch.device(device):
             outputs, inputs = self.weight.shape
@@ -240,9 +238,10 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
-        """Return the rows of the output head for some tokens, [n, hidden], in any layout of it.
+        """Return the rows of the output head for some tokens, [n, hidden].
 
-        The product of the head and the identity matrix is the head.
+        The rows are computed as the product of the head and the identity matrix, because a backend
+        may store the head in any layout.
         """
         if self.config.tied and self.config.part is None:
             return self.ops.embedding(token_ids, self.embed.weight)
@@ -263,16 +262,16 @@ class CausalLM(nn.Module):
     def first_layers(self, count: int) -> CausalLM:
         """Return a model of the first layers, whose weights and KV cache are those of this model.
         It is called after finish_loading()."""
-        shorter = copy.copy(self)
-        shorter._modules = dict(self._modules)
-        shorter.layers = nn.ModuleList(islice(cast("nn.ModuleList", self.layers), count))
-        return shorter
+        truncated = copy.copy(self)
+        truncated._modules = dict(self._modules)
+        truncated.layers = nn.ModuleList(islice(cast("nn.ModuleList", self.layers), count))
+        return truncated
 
     def angles(self, layer: int) -> Tensor | None:
         """Return the rope table that this layer's cached keys are rotated by.
 
-        The table is cos_sin [max_position, 2, D / 2]. None means that keys hold no position, or
-        hold it in a way that cannot be changed afterwards.
+        The table is cos_sin [max_position, 2, D / 2]. None means that the position of a cached key
+        cannot be changed by a rotation.
         """
         return None
 
@@ -338,15 +337,15 @@ def import_plugins(architectures: list[str]) -> None:
 
 
 def find_model_class(name: str) -> type[CausalLM]:
-    """Return a class of the user's, which is given as package.module:Class."""
-    found = find_extension(ARCHITECTURES, name, "model_class")
-    if not (isinstance(found, type) and issubclass(found, CausalLM)):
+    """Return a model class that the user has written. Its name is package.module:Class."""
+    model_class = find_extension(ARCHITECTURES, name, "model_class")
+    if not (isinstance(model_class, type) and issubclass(model_class, CausalLM)):
         raise InvalidRequest(
             f"model_class {name!r} is not a subclass of octavo.model.CausalLM: docs/models.md "
             "shows how to write one",
             "model_class",
         )
-    return found
+    return model_class
 
 
 registry = Registry()
@@ -370,9 +369,8 @@ def quantize(model: CausalLM, formats: Formats, device: str) -> None:
                 f"{type(model).__name__}.weight_map() has no tensor for {parts}: "
                 "use slot() or slots()"
             )
-        if (
-            weight_format := formats(dict(zip(matrix.parts, tensor_names[matrix], strict=True)))
-        ) is not None:
+        weight_format = formats(dict(zip(matrix.parts, tensor_names[matrix], strict=True)))
+        if weight_format is not None:
             matrix.quantize(weight_format, device)
         else:
             matrix.weight = nn.Parameter(
@@ -392,16 +390,16 @@ def build(
 
     Weights are plain numbers of this dtype, or have the formats that `formats` returns.
     """
-    previous = torch.get_default_dtype()
+    previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    # CPU memory that is allocated and never touched costs nothing. So a weight that is replaced by
-    # a quantised one is never resident.
+    # The system commits CPU memory when it is first written. So a plain weight that a quantised one
+    # replaces uses no memory.
     first_device = device if formats is None or device == "meta" else "cpu"
     try:
         with torch.device(first_device), torch.no_grad():
             model = model_class(config, ops)
     finally:
-        torch.set_default_dtype(previous)
+        torch.set_default_dtype(previous_dtype)
     model.dtype = model.kv_dtype = dtype
     if formats is not None:
         quantize(model, formats, device)

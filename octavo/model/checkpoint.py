@@ -81,8 +81,8 @@ class Checkpoint:
 
 
 def listed(names: list[str], limit: int = MAX_LISTED) -> str:
-    rest = f", ... and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
+    remainder = f", ... and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + remainder
 
 
 def map_bytes(path: Path, begin: int, end: int) -> Tensor:
@@ -214,7 +214,7 @@ def _extent(name: str, entry: Any, data_start: int, path: Path) -> Extent:
         raise _invalid_file(
             path,
             f"tensor {name!r} of dtype {dtype_name} and shape {shape} does not take the "
-            f"{end - begin} bytes it is given",
+            f"{end - begin} bytes between its offsets",
         )
     return Extent(dtype, tuple(shape), data_start + begin, data_start + end)
 
@@ -229,7 +229,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _naturals(value: Any) -> bool:
-    """Whether a value is a short list of whole numbers from 0 on."""
+    """Return whether a value is a short list of whole numbers that are not negative."""
     return (
         isinstance(value, list)
         and len(value) <= MAX_DIMENSIONS

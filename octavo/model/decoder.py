@@ -71,7 +71,7 @@ class TransformerLayer(nn.Module):
         self.ops = ops
         self.window = config.window(layer_index)
         hidden = config.hidden_size
-        # Of a divided model, these are the heads and intermediate values of this rank.
+        # In a divided model, a rank has a share of the heads and of the intermediate size.
         query = config.shares.query
         key = config.shares.key
         intermediate = config.shares.intermediate
@@ -233,8 +233,12 @@ class Decoder(CausalLM):
             batch.captured = hidden.new_empty(
                 len(hidden), len(self.captured_layers), hidden.shape[1]
             )
-        elif self.fused is not None and (done := self.fused(hidden, batch, kv_cache)) is not None:
-            return (done, None) if isinstance(done, Tensor) else done
+        elif self.fused is not None:
+            fused_result = self.fused(hidden, batch, kv_cache)
+            if isinstance(fused_result, Tensor):
+                return fused_result, None
+            if fused_result is not None:
+                return fused_result
         for layer_index, layer in enumerate(self.layers):
             if batch.captured is not None and layer_index in self.captured_layers:
                 batch.captured[:, self.captured_layers.index(layer_index)] = hidden
@@ -292,14 +296,15 @@ class Decoder(CausalLM):
             self.kv_dtype = torch.float16
 
     def first_layers(self, count: int) -> Decoder:
-        shorter = cast("Decoder", super().first_layers(count))
-        shorter.fused = shorter._fuse()
-        return shorter
+        truncated = cast("Decoder", super().first_layers(count))
+        truncated.fused = truncated._fuse()
+        return truncated
 
     def _fuse(self) -> Fused | None:
         """Return a function that computes all layers in one call, if the backend can.
 
-        The layers of a divided model wait for the other ranks, which such a function does not.
+        A divided model runs layer by layer, because its layers wait for the other ranks and the
+        fused function does not.
         """
         return None if self.config.part is not None else self.ops.fuse(self._spec())
 
@@ -336,16 +341,16 @@ class Decoder(CausalLM):
 
     def table(self, layer: int) -> Tensor:
         """Return the cosines and sines that this layer rotates by."""
-        local = self.local_rope is not None and self.config.window(layer)
-        return cast("Tensor", self.local_rope if local else self.rope)
+        uses_local_rope = self.local_rope is not None and self.config.window(layer)
+        return cast("Tensor", self.local_rope if uses_local_rope else self.rope)
 
     def angles(self, layer: int) -> Tensor | None:
         """Return the rope table of a layer, or None for dynamic scaling.
 
         Its frequencies depend on the position, so a key cannot be moved by a fixed angle.
         """
-        dynamic = self.config.rope.scaling.get("rope_type") == "dynamic"
-        return None if dynamic else self.table(layer)
+        is_dynamic = self.config.rope.scaling.get("rope_type") == "dynamic"
+        return None if is_dynamic else self.table(layer)
 
     @classmethod
     def parse_config(cls, hf_config: dict[str, Any]) -> ModelConfig:

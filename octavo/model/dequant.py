@@ -1,5 +1,5 @@
-"""Unpacks the block formats of GGUF to float32 or to codes. It depends on no files, names or
-models.
+"""Unpacks the block formats of GGUF to float32 or to codes. This module depends on no files, names
+or models.
 
 A quantised tensor is a row of blocks. A block holds 32 or 256 values as small integers with their
 scales. Each format's function below takes blocks [n, bytes] (uint8) and returns codes as
@@ -100,7 +100,8 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return scale and minimum of the 8 groups of a Q4_K or Q5_K block.
 
     The block starts with d, dmin and eight 6-bit pairs in 12 bytes. The first four pairs are in
-    bytes 0-3 and 4-7. The other pairs have their top two bits there and the rest in bytes 8-11.
+    bytes 0-3 and 4-7. The other pairs have their top two bits in these bytes too, and their low
+    bits in bytes 8-11.
     """
     scale_bytes = blocks[:, 4:8]
     least_bytes = blocks[:, 8:12]
@@ -177,8 +178,8 @@ FORMATS: dict[int, BlockFormat] = {
 }
 
 
-# The formats whose codes are taken over without rounding. The scales of K blocks are products of
-# two numbers with 17 significant bits, which need float32.
+# The formats whose codes are kept without rounding. A scale of a K block is the product of two
+# numbers and has up to 17 significant bits, which need float32.
 CODED: dict[int, WeightFormat] = {
     2: WeightFormat(4, 32),
     3: WeightFormat(4, 32, asymmetric=True),

@@ -50,8 +50,8 @@ class DraftConfig(ModelConfig):
     # The layers of the target before which hidden states are captured. Without any, the input is
     # the target's final hidden state, after its last norm.
     target_layers: tuple[int, ...] = ()
-    owns_head: bool = True  # otherwise the head is the target's, for the draft tokens
-    maps_tokens: bool = True  # draft tokens are a part of the target's vocabulary
+    owns_head: bool = True  # False: the head uses rows of the target's output head
+    maps_tokens: bool = True  # the vocabulary of drafts is a part of the target's vocabulary
     norms_residual: bool = False  # the residual is the hidden state after its norm
 
 

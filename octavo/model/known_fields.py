@@ -17,7 +17,7 @@ class Refusal(NamedTuple):
     """A field that is refused unless it has one of the `neutral` values; null is always neutral."""
 
     neutral: tuple[Any, ...]
-    why: str
+    reason: str
 
 
 COMMON_REFUSED = {
@@ -143,4 +143,4 @@ HARMLESS = {
 def refuse_fields(fields: Fields, architecture: str) -> None:
     """Raise a ModelError for the first field that asks for arithmetic which is not implemented."""
     for name, refusal in REFUSED[architecture].items():
-        fields.refuse(name, refusal.why, refusal.neutral)
+        fields.refuse(name, refusal.reason, refusal.neutral)

@@ -1,8 +1,8 @@
 """The modules of a model. Each holds parameters and lists the checkpoint tensors that fill them.
 
 A module calls `ops` for the arithmetic. The layers are the same for every device and architecture.
-A module of which each rank holds a part (tensor_parallel.py) also sums or concatenates over the
-ranks, so its result is that of the whole module.
+A module that is divided between ranks (tensor_parallel.py) also sums or concatenates over the
+ranks, so its result is that of the undivided module.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Embedding(Matrix):
 
 
 def vocabulary_logits(head: Matrix, hidden: Tensor) -> Tensor:
-    """hidden [R, hidden] -> logits [R, vocab]. Each rank computes those of its own tokens."""
+    """hidden [R, hidden] -> logits [R, vocab]. Each rank computes the logits of its own tokens."""
     logits = head.ops.logits(hidden, head.weight)
     (share,) = head.outputs.values()
     if not share.is_part:

@@ -90,25 +90,25 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
             f"huggingface_hub. {CHOICES}"
         ) from None
     # The library's errors differ by version and transport, so all of them are caught and quoted.
-    refusal: Exception | None = None
+    hub_error: Exception | None = None
     try:
         HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT)
     except Exception as error:
-        refusal = error
+        hub_error = error
     try:
         folder = snapshot_download(
             name,
             revision=revision,
             allow_patterns=HUB_TEXTS + HUB_WEIGHTS * weights,
             ignore_patterns=HUB_SKIP,
-            local_files_only=refusal is not None,
+            local_files_only=hub_error is not None,
         )
     except Exception as error:
-        reason = " ".join(str(refusal or error).split())[:300]
+        reason = " ".join(str(hub_error or error).split())[:300]
         raise ModelNotFound(
             f"no model {name}: it is not a local directory, the cache of the Hugging Face hub "
             "(HF_HOME) does not have all its files, and the download from the hub failed "
-            f"({type(refusal or error).__name__}: {reason}). {CHOICES}"
+            f"({type(hub_error or error).__name__}: {reason}). {CHOICES}"
         ) from error
     return Path(folder)
 
@@ -125,13 +125,13 @@ def load_weights(
     `progress` is True for a progress bar on stderr, or a function that receives the fraction that
     is done.
     """
-    places = match_tensors(model, checkpoint)
-    progress_bar = _bar(checkpoint.nbytes) if progress is True else None
+    slot_by_name = match_tensors(model, checkpoint)
+    progress_bar = _progress_bar(checkpoint.nbytes) if progress is True else None
     bytes_total = checkpoint.nbytes
     bytes_done = 0
     for name, tensor in checkpoint.tensors.items():
-        if name in places:
-            places[name].load(tensor)
+        if name in slot_by_name:
+            slot_by_name[name].load(tensor)
         bytes_done += tensor.nbytes
         if callable(progress):
             progress(bytes_done / max(bytes_total, 1))
@@ -139,12 +139,12 @@ def load_weights(
             progress_bar.update(tensor.nbytes)
     if progress_bar is not None:
         progress_bar.close()
-    places.clear()  # so that packing frees the weights that it replaces
+    slot_by_name.clear()  # so that packing frees the weights that it replaces
     model.finish_loading()
-    _give_memory_back()
+    _release_free_memory()
 
 
-def _give_memory_back() -> None:
+def _release_free_memory() -> None:
     """Return the memory that packing freed to the system.
 
     Without this, 60 MB stayed allocated after loading the embedded model, which has 98 MB. Only
@@ -159,7 +159,7 @@ def _give_memory_back() -> None:
         malloc_trim(0)
 
 
-def _bar(nbytes: int) -> Any:
+def _progress_bar(nbytes: int) -> Any:
     """Return a progress bar on stderr, which appears only if loading takes a while."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
@@ -190,11 +190,12 @@ def dummy_weights(model: CausalLM, seed: int = 0) -> None:
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
     model.finish_loading()
-    _give_memory_back()
+    _release_free_memory()
 
 
 def fill_parts(model: CausalLM, generator: torch.Generator) -> None:
-    """Fill one rank's part of a model with random weights. What two ranks both hold is equal."""
+    """Fill one rank's part of a model with random weights. Weights that several ranks hold are
+    equal on all of them."""
     for name, slot in model.weight_map().items():
         values = torch.empty(slot.shape, device=generator.device)
         if values.dim() == 1:
@@ -203,7 +204,7 @@ def fill_parts(model: CausalLM, generator: torch.Generator) -> None:
             values.normal_(0.0, 0.02, generator=generator)
         slot.fill(values, rearranged=True)
     model.finish_loading()
-    _give_memory_back()
+    _release_free_memory()
 
 
 # ---- choosing formats ----------------------------------------------------------------------------
@@ -249,8 +250,8 @@ def choose_formats(
             return formats[0]
         if backend != "cpu":
             return formats if len(formats) == len(tensor_names) else None
-        # The parts have several formats. Eight bits hold all of them but for one more rounding,
-        # which is worth the CPU's speed.
+        # The parts have several formats. An 8-bit format can hold all of them after one more
+        # rounding, and the CPU kernels for it are much faster than those for plain weights.
         bits = max(
             (8 * tensor.nbytes / math.prod(tensor.shape) for tensor in tensors), default=16.0
         )
@@ -299,16 +300,14 @@ class LoadOptions:
     quantization: str | None = "none"
     revision: str | None = None  # the revision of a model on the hub
     seed: int = 0  # the seed of dummy weights
-    # The model is divided between so many ranks, and this one of them is loaded.
-    rank: int = 0
+    rank: int = 0  # the tensor-parallel rank whose part of the model is loaded
     num_ranks: int = 1
-    # Fields of config.json that these values replace.
-    hf_overrides: dict[str, Any] | None = None
+    hf_overrides: dict[str, Any] | None = None  # replace fields of config.json
     model_class: str | None = None  # package.module:Class; None: found from config.json
 
 
 DEFAULT_OPTIONS = LoadOptions()
-# vLLM's names of formats that a checkpoint is stored in, and quant_method of such a checkpoint.
+# vLLM's name of a format that a checkpoint is stored in -> quant_method of such a checkpoint.
 STORED_METHODS = {
     "awq": "awq",
     "awq_marlin": "awq",
@@ -363,21 +362,24 @@ def load_model(
 
 
 def check_stored(requested: str | None, checkpoint: Checkpoint) -> str | None:
-    """Return the format to load in. vLLM's name of a stored format must be the checkpoint's."""
+    """Return the format in which weights are loaded. If vLLM's name of a stored format is
+    requested, the checkpoint must have this format."""
     config = checkpoint.config.get("quantization_config")
     if requested == "fp8" and isinstance(config, dict) and prequantized_fp8.is_fp8(config):
-        return "auto"  # The checkpoint's own codes and scales, without rounding them again.
+        return "auto"  # The codes and scales of the checkpoint are not rounded again.
     if requested not in STORED_METHODS:
         return requested
-    found = str(config.get("quant_method")) if isinstance(config, dict) else "none"
+    stored_method = str(config.get("quant_method")) if isinstance(config, dict) else "none"
     if checkpoint.gguf_metadata is not None:
-        found = "gguf"
-    if found != STORED_METHODS[requested]:
-        has = "is not quantised" if found == "none" else f"is quantised with {found}"
+        stored_method = "gguf"
+    if stored_method != STORED_METHODS[requested]:
+        description = f"is quantised with {stored_method}"
+        if stored_method == "none":
+            description = "is not quantised"
         raise ModelError(
             f"quantization={requested!r} says how the checkpoint is stored, but "
-            f"{checkpoint.source} {has}. Leave quantization out, or choose a format that Octavo "
-            f"quantises to while loading: {', '.join(quant.FORMATS)}"
+            f"{checkpoint.source} {description}. Leave quantization out, or choose a format that "
+            f"Octavo quantises to while loading: {', '.join(quant.FORMATS)}"
         )
     return "auto"
 
@@ -397,7 +399,9 @@ def largest_group(requested_format: WeightFormat | str, checkpoint: Checkpoint) 
         formats = [requested_format]
     if requested_format == "none" or not formats:
         return 1
-    return max(quant.EDGE_FORMAT.group_size, *(form.group_size for form in formats))
+    return max(
+        quant.EDGE_FORMAT.group_size, *(weight_format.group_size for weight_format in formats)
+    )
 
 
 def _find_checkpoint(model: str | Path | dict[str, Any] | None, options: LoadOptions) -> Checkpoint:

@@ -8,8 +8,8 @@ Checkpoints of fp8 weights are read by octavo.model.prequantized_fp8.
     compressed-tensors   weight_packed [out, in / 8], weight_scale [out, groups], weight_shape [2]
 
 An int32 holds eight codes, the first in its lowest bits, and value = (code - zero) * scale. If
-every zero is 8, this is exactly one of our symmetric formats. Otherwise least = -zero * scale is
-rounded to float16, by at most 0.8% of a step. This module depends on no model.
+every zero is 8, this is exactly one of Octavo's symmetric formats. Otherwise the minimum of a group
+is -zero * scale, rounded to float16 by at most 0.8% of a step. This module depends on no model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.model import prequantized_fp8, quant
 from octavo.model.checkpoint import StoredTensor
-from octavo.model.prequantized_fp8 import want as _want
+from octavo.model.prequantized_fp8 import check_field
 from octavo.ops.weight import QuantWeight, WeightFormat
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the positions of the outputs 0 to 7 in an int32
@@ -179,15 +179,15 @@ def _scheme(quantization_config: dict[str, Any], source: str) -> Scheme:
         )
     if method == "compressed-tensors":
         return _compressed(quantization_config, source)
-    _want(source, "bits", quantization_config.get("bits"), 4)
+    check_field(source, "bits", quantization_config.get("bits"), 4)
     group_size: Any = quantization_config.get("group_size")
     if method == "gptq":
-        _want(source, "desc_act", quantization_config.get("desc_act", False), False)
+        check_field(source, "desc_act", quantization_config.get("desc_act", False), False)
         symmetric = quantization_config.get("sym", True) is True
         checkpoint_format = quantization_config.get("checkpoint_format", "gptq")
-        _want(source, "checkpoint_format", checkpoint_format, "gptq", "gptq_v2")
+        check_field(source, "checkpoint_format", checkpoint_format, "gptq", "gptq_v2")
         return Scheme(
-            _form(group_size, not symmetric, source),
+            _weight_format(group_size, not symmetric, source),
             ("qweight", "qzeros", "scales", "g_idx"),
             lambda parts: _read_gptq(
                 parts, group_size, 1 if checkpoint_format == "gptq" else 0, source
@@ -200,9 +200,9 @@ def _scheme(quantization_config: dict[str, Any], source: str) -> Scheme:
                 "g_idx": (inputs,),
             },
         )
-    _want(source, "version", str(quantization_config.get("version", "gemm")).lower(), "gemm")
+    check_field(source, "version", str(quantization_config.get("version", "gemm")).lower(), "gemm")
     return Scheme(
-        _form(group_size, True, source),
+        _weight_format(group_size, True, source),
         ("qweight", "qzeros", "scales"),
         _read_awq,
         lambda shape: (shape[1] * 8, shape[0]),
@@ -215,15 +215,17 @@ def _scheme(quantization_config: dict[str, Any], source: str) -> Scheme:
 
 
 def _compressed(quantization_config: dict[str, Any], source: str) -> Scheme:
-    _want(source, "format", quantization_config.get("format"), "pack-quantized", "float-quantized")
+    check_field(
+        source, "format", quantization_config.get("format"), "pack-quantized", "float-quantized"
+    )
     config_groups: Any = quantization_config.get("config_groups")
     entries = list(config_groups.values()) if isinstance(config_groups, dict) else []
-    objects = [entry for entry in entries if isinstance(entry, dict)]
-    weights = [entry.get("weights") for entry in objects]
+    entry_objects = [entry for entry in entries if isinstance(entry, dict)]
+    weight_configs = [entry.get("weights") for entry in entry_objects]
     if (
-        not weights
-        or len(objects) != len(entries)
-        or any(weight_config != weights[0] for weight_config in weights)
+        not weight_configs
+        or len(entry_objects) != len(entries)
+        or any(weight_config != weight_configs[0] for weight_config in weight_configs)
     ):
         raise CheckpointError(
             f"{source}: quantization_config.config_groups must describe one format of weights"
@@ -235,13 +237,13 @@ def _compressed(quantization_config: dict[str, Any], source: str) -> Scheme:
         "strategy": "group",
         "actorder": None,
     }
-    weight_config_first = weights[0] if isinstance(weights[0], dict) else {}
+    weight_config = weight_configs[0] if isinstance(weight_configs[0], dict) else {}
     for field, value in expected.items():
-        _want(source, field, weight_config_first.get(field, value), value)
-    for entry in objects:
-        _want(source, "input_activations", entry.get("input_activations"), None)
+        check_field(source, field, weight_config.get(field, value), value)
+    for entry in entry_objects:
+        check_field(source, "input_activations", entry.get("input_activations"), None)
     return Scheme(
-        _form(weight_config_first.get("group_size"), False, source),
+        _weight_format(weight_config.get("group_size"), False, source),
         ("weight_packed", "weight_scale", "weight_shape"),
         lambda parts: (_bytes(parts["weight_packed"]), parts["weight_scale"], None),
         lambda shape: (shape[0], shape[1] * 8),
@@ -253,8 +255,8 @@ def _compressed(quantization_config: dict[str, Any], source: str) -> Scheme:
     )
 
 
-def _form(group_size: Any, asymmetric: bool, source: str) -> WeightFormat:
-    _want(source, "group_size", group_size, *quant.GROUPS)
+def _weight_format(group_size: Any, asymmetric: bool, source: str) -> WeightFormat:
+    check_field(source, "group_size", group_size, *quant.GROUPS)
     return WeightFormat(4, group_size, asymmetric)
 
 

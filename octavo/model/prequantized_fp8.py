@@ -9,7 +9,7 @@
 value = e4m3(code) * scale, although the name of a block's scale says "inv". A weight without a
 scale beside it is not quantised. Scales are kept as float32, one for each output, or one for each
 output and 128 inputs, so nothing is rounded. Scales of KV are dropped: octavo.ops.kv computes them.
-It depends on no model.
+This module depends on no model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Fp8Scheme(NamedTuple):
 
 
 def is_fp8(config: dict[str, Any]) -> bool:
-    """Whether a quantization_config describes fp8 weights."""
+    """Return whether a quantization_config describes fp8 weights."""
     method = config.get("quant_method")
     return method == "fp8" or (method == "compressed-tensors" and config.get("format") in FORMATS)
 
@@ -50,10 +50,10 @@ def joined(
     scheme = _fp8(config, described) if is_plain_fp8 else _compressed(config, described)
     result = {}
     for name, tensor in tensors.items():
-        prefix, _, last = name.rpartition(".")
-        if last in KV_SCALES or last in (scheme.scale_name, "input_scale"):
+        prefix, _, tensor_kind = name.rpartition(".")
+        if tensor_kind in KV_SCALES or tensor_kind in (scheme.scale_name, "input_scale"):
             continue
-        scale = tensors.get(f"{prefix}.{scheme.scale_name}") if last == "weight" else None
+        scale = tensors.get(f"{prefix}.{scheme.scale_name}") if tensor_kind == "weight" else None
         if scale is None:
             result[name] = tensor
             continue
@@ -74,7 +74,8 @@ def _join(
     input_scale: StoredTensor | None,
     description: str,
 ) -> StoredTensor:
-    """Return one tensor that reads codes and scales. Shapes are checked now, dtypes when read."""
+    """Return one tensor that reads codes and scales. Shapes are checked now, and dtypes when the
+    tensor is read."""
     if len(weight.shape) != 2 or _scale_shape(weight_format, weight.shape, scale.shape) is None:
         raise CheckpointError(
             f"{description} {list(weight.shape)} has a scale of shape {list(scale.shape)}, which "
@@ -83,14 +84,14 @@ def _join(
     outputs, inputs = weight.shape
 
     def codes() -> QuantWeight:
-        values = weight.read()
-        numbers = scale.read()
-        if values.dtype != torch.float8_e4m3fn or not numbers.dtype.is_floating_point:
+        weight_codes = weight.read()
+        scale_values = scale.read()
+        if weight_codes.dtype != torch.float8_e4m3fn or not scale_values.dtype.is_floating_point:
             raise CheckpointError(
                 f"{description} must have float8_e4m3fn values and scales of floats, not "
-                f"{values.dtype} and {numbers.dtype}"
+                f"{weight_codes.dtype} and {scale_values.dtype}"
             )
-        row_scale = _expanded(weight_format, numbers.float(), outputs, inputs)
+        row_scale = _expanded(weight_format, scale_values.float(), outputs, inputs)
         _check_finite(row_scale, description)
         static_scale = None
         if weight_format.static_activations:
@@ -98,7 +99,7 @@ def _join(
             static_scale = input_scale.read().float().amax().expand(outputs, 1).contiguous()
             _check_finite(static_scale, description)
         return QuantWeight(
-            weight_format, inputs, values.view(torch.uint8), row_scale, None, static_scale
+            weight_format, inputs, weight_codes.view(torch.uint8), row_scale, None, static_scale
         )
 
     return StoredTensor(
@@ -145,7 +146,7 @@ def _check_finite(scale: Tensor, description: str) -> None:
 # ---- the quantization_config of each method ------------------------------------------------------
 
 
-def want(source: str, field: str, actual: Any, *allowed: Any) -> None:
+def check_field(source: str, field: str, actual: Any, *allowed: Any) -> None:
     if actual not in allowed:
         names = " or ".join(map(repr, allowed))
         raise CheckpointError(
@@ -165,16 +166,16 @@ def _format(is_block: bool, rounds: bool, is_static: bool) -> WeightFormat:
 
 
 def _fp8(config: dict[str, Any], source: str) -> Fp8Scheme:
-    """Read what AutoFP8 and vLLM write, and the blocks of DeepSeek and Qwen3."""
-    want(source, "fmt", config.get("fmt", "e4m3"), "e4m3")
-    want(source, "scale_fmt", config.get("scale_fmt"), None)
+    """Read the configs that AutoFP8 and vLLM write, and those of DeepSeek and Qwen3 with blocks."""
+    check_field(source, "fmt", config.get("fmt", "e4m3"), "e4m3")
+    check_field(source, "scale_fmt", config.get("scale_fmt"), None)
     blocks = config.get("weight_block_size")
-    want(source, "weight_block_size", blocks, None, [BLOCK, BLOCK])
+    check_field(source, "weight_block_size", blocks, None, [BLOCK, BLOCK])
     activations = config.get("activation_scheme", "dynamic")
     if blocks is not None:
-        want(source, "activation_scheme", activations, "dynamic")
+        check_field(source, "activation_scheme", activations, "dynamic")
         return Fp8Scheme(_format(True, True, False), "weight_scale_inv")
-    want(source, "activation_scheme", activations, "dynamic", "static")
+    check_field(source, "activation_scheme", activations, "dynamic", "static")
     return Fp8Scheme(_format(False, True, activations == "static"), "weight_scale")
 
 
@@ -199,27 +200,30 @@ def _compressed(config: dict[str, Any], source: str) -> Fp8Scheme:
 
 def _group_format(weights: dict[str, Any], activations: Any, source: str) -> WeightFormat:
     _check_type(weights, source)
-    want(source, "weights.dynamic", weights.get("dynamic", False), False)
+    check_field(source, "weights.dynamic", weights.get("dynamic", False), False)
     strategy = weights.get("strategy")
-    want(source, "weights.strategy", strategy, "tensor", "channel", "block")
+    check_field(source, "weights.strategy", strategy, "tensor", "channel", "block")
     is_block = strategy == "block"
     if is_block:
-        want(source, "block_structure", weights.get("block_structure"), [BLOCK, BLOCK])
+        check_field(source, "block_structure", weights.get("block_structure"), [BLOCK, BLOCK])
     if activations is None:
         return _format(is_block, False, False)
     if not isinstance(activations, dict):
         raise CheckpointError(f"{source}: input_activations must be an object, got {activations!r}")
     _check_type(activations, source)
     is_static = activations.get("dynamic", False) is False
-    allowed = "group" if is_block else "tensor" if is_static else "token"
-    want(source, "input_activations.strategy", activations.get("strategy"), allowed)
+    expected_strategy = "tensor" if is_static else "token"
     if is_block:
-        want(source, "input_activations.dynamic", activations.get("dynamic"), True)
-        want(source, "input_activations.group_size", activations.get("group_size"), BLOCK)
+        expected_strategy = "group"
+    strategy = activations.get("strategy")
+    check_field(source, "input_activations.strategy", strategy, expected_strategy)
+    if is_block:
+        check_field(source, "input_activations.dynamic", activations.get("dynamic"), True)
+        check_field(source, "input_activations.group_size", activations.get("group_size"), BLOCK)
     return _format(is_block, True, is_static)
 
 
 def _check_type(quantised: dict[str, Any], source: str) -> None:
-    want(source, "num_bits", quantised.get("num_bits"), 8)
-    want(source, "type", quantised.get("type"), "float")
-    want(source, "symmetric", quantised.get("symmetric", True), True)
+    check_field(source, "num_bits", quantised.get("num_bits"), 8)
+    check_field(source, "type", quantised.get("type"), "float")
+    check_field(source, "symmetric", quantised.get("symmetric", True), True)

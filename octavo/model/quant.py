@@ -76,9 +76,9 @@ def choose(weight_format: WeightFormat) -> Callable[[Iterable[str]], WeightForma
 def for_cpu(weight_format: WeightFormat) -> WeightFormat:
     """Return the nearest format that the CPU kernels support.
 
-    They read float16 scales for groups of 32 or more inputs, and minima for 4 bits only. For 4-bit
-    codes only the scales are rounded, by a hundredth of a step. Other codes are quantised again,
-    in steps of 1/254. fp8 has no CPU kernels: the reference computes its products.
+    The CPU kernels read float16 scales for groups of 32 or more inputs, and minima for 4 bits only.
+    For 4-bit codes only the scales are rounded, by a hundredth of a step. Other codes are quantised
+    again, in steps of 1/254. fp8 has no CPU kernels: the reference computes its products.
     """
     if weight_format.is_float:
         return weight_format

@@ -52,8 +52,10 @@ def write(
     """
     from safetensors.torch import save_file
 
-    cls, config = parse_checkpoint(checkpoint)
-    model = build(config, cls, ReferenceOps(), torch.float32, "meta", quant.choose(weight_format))
+    model_class, config = parse_checkpoint(checkpoint)
+    model = build(
+        config, model_class, ReferenceOps(), torch.float32, "meta", quant.choose(weight_format)
+    )
     slots = match_tensors(model, checkpoint)
     tensors: dict[str, Tensor] = {}
     formats: dict[str, list[Any]] = {}
@@ -93,22 +95,22 @@ def quantised_bits(checkpoint: Checkpoint, weight_format: WeightFormat) -> float
     same_format = sum(
         math.prod(tensor.shape) for tensor in matrices if tensor.format == weight_format
     )
-    bits = 8 * sum(tensor.nbytes for tensor in matrices) / max(num_values, 1)
-    return bits if bits < 12 and same_format < num_values / 2 else None
+    bits_per_weight = 8 * sum(tensor.nbytes for tensor in matrices) / max(num_values, 1)
+    return bits_per_weight if bits_per_weight < 12 and same_format < num_values / 2 else None
 
 
 def joined(
     tensors: dict[str, StoredTensor], config: dict[str, Any], source: str
 ) -> dict[str, StoredTensor]:
     """Return a directory's tensors, with the parts of each quantised weight joined."""
-    listed = config["quantization_config"].get("weights")
+    weight_entries = config["quantization_config"].get("weights")
     result = dict(tensors)
-    if not isinstance(listed, dict):
+    if not isinstance(weight_entries, dict):
         raise CheckpointError(
             f"{source}/config.json: quantization_config has no list of weights. "
             "Quantise the model again"
         )
-    for name, entry in listed.items():
+    for name, entry in weight_entries.items():
         name_and_inputs = entry if isinstance(entry, list) and len(entry) == 2 else [None, None]
         weight_format = (
             quant.FORMATS.get(name_and_inputs[0]) if isinstance(name_and_inputs[0], str) else None

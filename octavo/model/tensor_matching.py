@@ -16,15 +16,15 @@ def match_tensors(model: CausalLM, checkpoint: Checkpoint) -> dict[str, Slot]:
     """
     slots = model.weight_map()
     ignored = model.ignored_weights()
-    places: dict[str, Slot] = {}
-    filled: set[str] = set()
+    slot_by_name: dict[str, Slot] = {}
+    matched_names: set[str] = set()
     unexpected = []
     misshapen = []
     for name, tensor in checkpoint.tensors.items():
         canonical = model.canonical_name(name)
-        if canonical in slots and canonical not in filled:
-            filled.add(canonical)
-            slot = places[name] = slots[canonical]
+        if canonical in slots and canonical not in matched_names:
+            matched_names.add(canonical)
+            slot = slot_by_name[name] = slots[canonical]
             if (actual_shape := _shape_after(slot, tensor)) != slot.shape:
                 rearranged = f", rearranged {actual_shape}" if actual_shape != tensor.shape else ""
                 misshapen.append(
@@ -32,19 +32,21 @@ def match_tensors(model: CausalLM, checkpoint: Checkpoint) -> dict[str, Slot]:
                 )
         elif canonical not in ignored:
             unexpected.append(f"{name} {list(tensor.shape)}")
-    missing = [f"{name} {list(slot.shape)}" for name, slot in slots.items() if name not in filled]
+    missing = [
+        f"{name} {list(slot.shape)}" for name, slot in slots.items() if name not in matched_names
+    ]
     if missing or unexpected or misshapen:
-        parts = [
+        reports = [
             _report("missing", missing),
             _report("unexpected", unexpected),
             _report("of the wrong shape", misshapen),
         ]
         raise CheckpointError(
             f"the tensors in {checkpoint.source} are not those that "
-            f"{model.config.architecture} needs:{''.join(parts)}\n"
+            f"{model.config.architecture} needs:{''.join(reports)}\n"
             "Does config.json belong to these weights?"
         )
-    return places
+    return slot_by_name
 
 
 def _shape_after(slot: Slot, tensor: StoredTensor) -> tuple[int, ...] | str:
@@ -60,7 +62,7 @@ def _shape_after(slot: Slot, tensor: StoredTensor) -> tuple[int, ...] | str:
 def _report(problem: str, lines: list[str]) -> str:
     if not lines:
         return ""
-    rest = [f"... and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
+    remainder = [f"... and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
     return f"\n{len(lines)} {problem}:" + "".join(
-        f"\n  {line}" for line in lines[:MAX_LISTED] + rest
+        f"\n  {line}" for line in lines[:MAX_LISTED] + remainder
     )

@@ -6,8 +6,8 @@ second by the same dimension, which is its input:
     rank 0   hidden -> qkv of heads 0, 1 -> attention -> out, columns of heads 0, 1 -.
     rank 1   hidden -> qkv of heads 2, 3 -> attention -> out, columns of heads 2, 3 -+-> sum, hidden
 
-So a rank needs no other rank between the two, and one sum ends the pair. gate_up and down divide
-the intermediate size in the same way. The embedding and the head divide the vocabulary.
+So the ranks communicate once for each pair: they sum the results of the second matrix. gate_up and
+down divide the intermediate size in the same way. The embedding and the head divide the vocabulary.
 
 divide() turns the config of a model into the config of one rank: numbers of heads and sizes are
 those of the rank, and `part` says which rows and columns of the checkpoint they are. The layers
@@ -55,20 +55,21 @@ def divide_all(config: ModelConfig, num_ranks: int, group_size: int = 1) -> list
 def divide_heads(config: ModelConfig, rank: int, num_ranks: int) -> tuple[range, range]:
     """Return the query heads and the KV heads of a rank.
 
-    A rank has whole groups of query heads with their KV heads. If there are fewer KV heads than
+    A rank has complete groups of query heads with their KV heads. If there are fewer KV heads than
     ranks, several ranks hold the same KV head and divide its query heads.
     """
-    group = config.num_heads // config.num_kv_heads
+    group_size = config.num_heads // config.num_kv_heads
     if num_ranks <= config.num_kv_heads:
         kv_heads = part_of(config.num_kv_heads, rank, num_ranks)
-        return scaled(kv_heads, group), kv_heads
+        return scaled(kv_heads, group_size), kv_heads
     for kv_head in range(config.num_kv_heads):
-        sharing = part_of(num_ranks, kv_head, config.num_kv_heads)
-        if rank not in sharing or len(sharing) > group:
+        ranks_of_kv_head = part_of(num_ranks, kv_head, config.num_kv_heads)
+        if rank not in ranks_of_kv_head or len(ranks_of_kv_head) > group_size:
             continue
-        own = part_of(group, rank - sharing.start, len(sharing))
-        first = kv_head * group
-        return range(first + own.start, first + own.stop), range(kv_head, kv_head + 1)
+        heads_in_group = part_of(group_size, rank - ranks_of_kv_head.start, len(ranks_of_kv_head))
+        first = kv_head * group_size
+        query_heads = range(first + heads_in_group.start, first + heads_in_group.stop)
+        return query_heads, range(kv_head, kv_head + 1)
     raise ModelError(
         f"tensor_parallel_size {num_ranks} is too large: the model has {config.num_heads} heads, "
         f"which {num_ranks} ranks cannot divide. Use at most {config.num_heads}"
@@ -99,8 +100,8 @@ def divide_vocabulary(size: int, rank: int, num_ranks: int) -> Share:
 
 
 def part_of(total: int, index: int, count: int) -> range:
-    """Return one of `count` parts of range(total). They differ by one at most, and the first is the
-    largest."""
+    """Return one of `count` parts of range(total). The sizes of the parts differ by at most one,
+    and the first part is the largest."""
     return range(-(-total * index // count), -(-total * (index + 1) // count))
 
 

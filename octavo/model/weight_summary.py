@@ -22,15 +22,15 @@ def summarize_weights(model: CausalLM, checkpoint: Checkpoint) -> str:
                 values[name] += count
     dtype = str(model.dtype).removeprefix("torch.")
     name = values.most_common(1)[0][0] if values else dtype
-    words = f"{dtype} weights" if name == "plain" else f"{name} weights"
-    kind = source_kind(checkpoint)
-    return f"{words} ({kind})" if kind else words
+    description = f"{dtype} weights" if name == "plain" else f"{name} weights"
+    origin = source_kind(checkpoint)
+    return f"{description} ({origin})" if origin else description
 
 
 def formats_of(weight: object) -> list[tuple[str, int]]:
     """Return the format of each part of a weight, and the number of its values."""
     if isinstance(weight, JoinedWeight):
-        return [found for part in weight.parts for found in formats_of(part)]
+        return [part_format for part in weight.parts for part_format in formats_of(part)]
     if isinstance(weight, QuantWeight):
         return [(format_words(weight.format), math.prod(weight.shape))]
     packed = getattr(weight, "format", None)  # a layout of a backend
