@@ -123,24 +123,24 @@ def http_server(
 
 def listen_unix(file: str) -> socket.socket:
     """Open a Unix domain socket. A socket that an earlier server left behind is replaced."""
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if stat.S_ISSOCK(os.stat(file).st_mode):
             os.unlink(file)
     except FileNotFoundError:
         pass
     try:
-        found.bind(file)
-        found.listen(2048)
+        listener.bind(file)
+        listener.listen(2048)
     except OSError as error:
-        found.close()
+        listener.close()
         raise ServeError(f"cannot listen on the socket {file}: {error.strerror}") from None
-    found.setblocking(False)
-    return found
+    listener.setblocking(False)
+    return listener
 
 
 def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
-    """Return what encrypts connections, or None without a certificate."""
+    """Return the TLS settings of the server, or None without a certificate."""
     if config.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
             if getattr(config, name):
@@ -155,7 +155,7 @@ def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
             f"cannot use the certificate {config.ssl_certfile} with the key "
             f"{config.ssl_keyfile or 'in the same file'}: {error.strerror or error}"
         ) from None
-    check_clients(context, config)
+    check_client_certificates(context, config)
     if config.ssl_ciphers is not None:
         try:
             context.set_ciphers(config.ssl_ciphers)
@@ -164,8 +164,8 @@ def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
     return context
 
 
-def check_clients(context: ssl.SSLContext, config: ServeConfig) -> None:
-    """Set which certificates clients must have."""
+def check_client_certificates(context: ssl.SSLContext, config: ServeConfig) -> None:
+    """Set whether clients need a certificate, and which authorities may sign it."""
     if config.ssl_ca_certs is None:
         if config.ssl_cert_reqs:
             raise ServeError("--ssl-cert-reqs needs authorities: add --ssl-ca-certs FILE")
@@ -185,24 +185,24 @@ def listen(config: ServeConfig) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM
         )[0]
-        found = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
     except (socket.gaierror, UnicodeError, OverflowError):
         raise ServeError(
             f"{config.host!r} is not an address of this machine: try 127.0.0.1"
         ) from None
     if not (is_loopback(str(address[0])) or config.needs_key or config.allow_unauthenticated):
-        found.close()
+        listener.close()
         raise ServeError(
             f"{config.host} can be reached from other machines, and no API keys are set: use "
             "--api-key KEY or --api-keys FILE, or let everyone use the server with "
             "--allow-unauthenticated"
         )
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(2048)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
     except OSError as error:
-        found.close()
+        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ServeError(
                 f"port {config.port} is in use already: stop the program that uses it, or use "
@@ -211,8 +211,8 @@ def listen(config: ServeConfig) -> socket.socket:
         raise ServeError(
             f"cannot listen on {config.host} port {config.port}: {error.strerror}"
         ) from None
-    found.setblocking(False)
-    return found
+    listener.setblocking(False)
+    return listener
 
 
 def listen_rpc(front: Front, host: str, port: int) -> RpcServer:
@@ -261,17 +261,20 @@ class Server:
     def __init__(
         self,
         config: ServeConfig,
-        say: Callable[[Front, int], None] | None = None,
+        on_ready: Callable[[Front, int], None] | None = None,
         on_phase: Callable[[str, float | None], None] | None = None,
     ):
-        """Create the server. `say` is called with the port after the model is loaded, and
-        `on_phase` before that with the phase of the start and how much of it is done."""
+        """Create the server.
+
+        `on_ready` is called with the front and the port after the model is loaded. Before that,
+        `on_phase` is called with the phase of the start and the fraction of it that is done.
+        """
         check_kv_events(config)
         tls_context(config)  # A certificate that cannot be used is reported at once.
         self.socket = listen(config)
         self.port = 0 if config.uds is not None else self.socket.getsockname()[1]
         self.config = config
-        self.say = say
+        self.on_ready = on_ready
         self.on_phase = on_phase
         self.front = Front(config)
         self.rpc: RpcServer | None = None
@@ -280,8 +283,8 @@ class Server:
         self.health: HealthServer | None = None
         if config.health_port is not None:
             self.health = listen_health(self._host, config.health_port, self.watchdog)
-        self._stop: asyncio.Event = asyncio.Event()
-        self._cut: asyncio.Event = asyncio.Event()
+        self._stop_signal: asyncio.Event = asyncio.Event()
+        self._abort_signal: asyncio.Event = asyncio.Event()
 
     def run(self) -> None:
         """Serve until a signal arrives. Raises an error if the server cannot start."""
@@ -294,19 +297,19 @@ class Server:
 
     @property
     def _host(self) -> str:
-        """The address of this machine at which the other ports are."""
+        """The address of the gRPC port and the health port."""
         host: str = self.config.host
         return host if self.config.uds is not None else str(self.socket.getsockname()[0])
 
-    def _signal(self) -> None:
-        if self._stop.is_set():
-            self._cut.set()
-        self._stop.set()
+    def _on_signal(self) -> None:
+        if self._stop_signal.is_set():
+            self._abort_signal.set()
+        self._stop_signal.set()
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signal)
+            loop.add_signal_handler(number, self._on_signal)
         servers = 1 if self.config.grpc_port is None else 2
         raise_descriptor_limit(servers * self.config.limits.connections + OTHER_DESCRIPTORS)
         http = http_server(
@@ -320,7 +323,7 @@ class Server:
             await self.rpc.start()
         serving = asyncio.create_task(http.serve())
         engine = asyncio.create_task(client.supervisor.run())
-        stop = asyncio.create_task(self._stop.wait())
+        stop = asyncio.create_task(self._stop_signal.wait())
         batch_runner = BatchRunner(self.front, Table(self.front))
         self.front.batch_runner = batch_runner
         helpers = [
@@ -358,8 +361,8 @@ class Server:
             if self.on_phase is not None:
                 self.on_phase(supervisor.phase, supervisor.fraction)
             await asyncio.sleep(0.05)
-        if self.say is not None:
-            self.say(self.front, self.port)
+        if self.on_ready is not None:
+            self.on_ready(self.front, self.port)
 
     async def _drain(self) -> None:
         """Accept no more requests, and wait for open requests until the drain timeout."""
@@ -374,7 +377,7 @@ class Server:
             )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_timeout):
-                while client.calls and not self._cut.is_set():
+                while client.calls and not self._abort_signal.is_set():
                     await asyncio.sleep(0.02)
         client.fail_all(api_errors.cut_off())
         for _ in range(50):  # The streams need time to send the error.
@@ -385,9 +388,9 @@ class Server:
 
 def run(
     config: ServeConfig,
-    say: Callable[[Front, int], None] | None = None,
+    on_ready: Callable[[Front, int], None] | None = None,
     on_phase: Callable[[str, float | None], None] | None = None,
 ) -> None:
     logging.getLogger().setLevel(config.log_level.upper())
-    Server(config, say, on_phase).run()
+    Server(config, on_ready, on_phase).run()
     sys.stdout.flush()

@@ -64,7 +64,7 @@ CODES = {
 }
 GENERATING = ("Generate", "BatchGenerate", "GenerateStream")  # These methods have spans.
 NOT_IN_METADATA = ("connection", "www-authenticate")
-POLL = 0.05  # The service checks this often, in seconds, whether the server is ready.
+POLL_SECONDS = 0.05  # The interval of the checks whether the server is ready.
 MIN_PING_MS = 500  # This is half of the documented interval, which allows for jitter.
 IDLE_SECONDS = 300.0  # A connection without calls is closed after this time.
 HEALTH_BYTES = 4096  # The limit is low because a HealthRequest needs no key.
@@ -102,7 +102,7 @@ class RpcServer:
         self.health = Health(front, guard)
         limits = front.config.limits
         self._server = grpc.aio.server(
-            interceptors=[Gate(guard)],
+            interceptors=[GuardInterceptor(guard)],
             options=options(limits),
             maximum_concurrent_rpcs=limits.connections,
         )
@@ -115,11 +115,11 @@ class RpcServer:
 
     async def start(self) -> None:
         await self._server.start()
-        self._following = asyncio.create_task(self.health.follow())
+        self._readiness_task = asyncio.create_task(self.health.watch_readiness())
 
     async def stop(self, grace: float) -> None:
         """Report "not serving" to health watchers, then give open calls `grace` seconds to end."""
-        self._following.cancel()
+        self._readiness_task.cancel()
         self.health.close()
         await self._server.stop(grace)
 
@@ -135,27 +135,27 @@ class CallGuard:
 
     def __init__(self, front: Front):
         self.front = front
-        self._open: Counter[str] = Counter()  # The number of open calls of each address.
+        self._open_calls: Counter[str] = Counter()  # The number of open calls of each address.
 
     @contextlib.contextmanager
     def count(self, context: Context) -> Iterator[None]:
         """Count a call while it is open. Raises if its address has too many open calls."""
         address = network(_address(context.peer()))
-        most = self.front.config.limits.connections_per_address
-        if self._open[address] >= most:
+        limit = self.front.config.limits.connections_per_address
+        if self._open_calls[address] >= limit:
             raise ApiError(
                 429,
-                f"an address may have {most} open calls at a time: wait until one has ended",
+                f"an address may have {limit} open calls at a time: wait until one has ended",
                 "too_many_connections",
                 retry_after=1.0,
             )
-        self._open[address] += 1
+        self._open_calls[address] += 1
         try:
             yield
         finally:
-            self._open[address] -= 1
-            if not self._open[address]:
-                del self._open[address]
+            self._open_calls[address] -= 1
+            if not self._open_calls[address]:
+                del self._open_calls[address]
 
     def wrap(
         self, name: str, method: Method, needs_key: bool = True
@@ -232,13 +232,13 @@ def call_metadata(caller: Caller) -> list[tuple[str, str]]:
 
 
 def error_metadata(error: ApiError) -> list[tuple[str, str | bytes]]:
-    found: list[tuple[str, str | bytes]] = [
-        (n, v) for n, v in error.headers.items() if n not in NOT_IN_METADATA
+    metadata: list[tuple[str, str | bytes]] = [
+        (name, value) for name, value in error.headers.items() if name not in NOT_IN_METADATA
     ]
     if "retry-after-ms" in error.headers:
         # The automatic retries of gRPC clients read this field.
-        found.append(("grpc-retry-pushback-ms", error.headers["retry-after-ms"]))
-    return [*found, ("octavo-error-bin", error.encode())]
+        metadata.append(("grpc-retry-pushback-ms", error.headers["retry-after-ms"]))
+    return [*metadata, ("octavo-error-bin", error.encode())]
 
 
 def _authorization(context: Context) -> str | None:
@@ -256,7 +256,7 @@ def _address(peer: str) -> str:
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
-class Gate(grpc.aio.ServerInterceptor):
+class GuardInterceptor(grpc.aio.ServerInterceptor):
     """Applies the guard to reflection and to unknown methods.
 
     The methods of the service apply the guard themselves. The health check is open to everyone.
@@ -270,7 +270,9 @@ class Gate(grpc.aio.ServerInterceptor):
         if handler is not None and details.method.startswith((f"/{SERVICE}/", f"/{HEALTH}/")):
             return handler
         if handler is None:
-            return grpc.stream_stream_rpc_method_handler(self.guard.wrap("-", unknown))
+            return grpc.stream_stream_rpc_method_handler(
+                self.guard.wrap("-", refuse_unknown_method)
+            )
 
         async def relay(requests: AsyncIterator[Any], context: Context) -> None:
             async def method(caller: Caller, context: Context) -> None:
@@ -284,7 +286,7 @@ class Gate(grpc.aio.ServerInterceptor):
         )
 
 
-async def unknown(caller: Caller, context: Context) -> None:
+async def refuse_unknown_method(caller: Caller, context: Context) -> None:
     raise ApiError(
         501,
         "this server has no such method: reflection lists its methods",
@@ -304,8 +306,8 @@ class Service:
     def handlers(self) -> Any:
         methods = {
             "Generate": self.generate,
-            "BatchGenerate": self.batch,
-            "GenerateStream": self.stream,
+            "BatchGenerate": self.batch_generate,
+            "GenerateStream": self.generate_stream,
             "Health": self.health,
         }
         handlers = {
@@ -317,19 +319,21 @@ class Service:
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     async def generate(self, caller: Caller, context: Context) -> None:
-        prepared = await self._prepare_one(caller, context)
-        (reply,) = await self._whole(caller, prepared)
-        await self._end(caller, context, prepared, reply)
+        prepared = await self._prepare_single(caller, context)
+        (reply,) = await self._generate_all(caller, prepared)
+        await self._send_reply(caller, context, prepared, reply)
 
-    async def batch(self, caller: Caller, context: Context) -> None:
+    async def batch_generate(self, caller: Caller, context: Context) -> None:
         body, headers = await self._read(caller, context, BatchGenerateRequest)
         prompts = check_prompts(self.front, body.prompts)
         prepared = await prepare_generate(self.front, caller, body, prompts, headers)
-        replies = await self._whole(caller, prepared)
-        await self._end(caller, context, prepared, pb.BatchGenerateResponse(responses=replies))
+        replies = await self._generate_all(caller, prepared)
+        await self._send_reply(
+            caller, context, prepared, pb.BatchGenerateResponse(responses=replies)
+        )
 
-    async def stream(self, caller: Caller, context: Context) -> None:
-        prepared = await self._prepare_one(caller, context, stream=True)
+    async def generate_stream(self, caller: Caller, context: Context) -> None:
+        prepared = await self._prepare_single(caller, context, stream=True)
         with (
             open_call(self.front, caller, prepared, stream=True) as call,
             self.front.metrics.streams.track_inprogress(),
@@ -352,41 +356,41 @@ class Service:
                     await self._write(context, reply)
 
     async def health(self, caller: Caller, context: Context) -> None:
-        data = await self._receive(context)
-        if len(data) > HEALTH_BYTES:
+        message = await self._receive(context)
+        if len(message) > HEALTH_BYTES:
             raise invalid_field(None, f"a HealthRequest can have at most {HEALTH_BYTES} bytes")
-        parse_message(data, pb.HealthRequest)
+        parse_message(message, pb.HealthRequest)
         state: dict[str, Any] = self.front.client.state()
-        known = {name: state[name] for name in ("state", "phase", "elapsed_s")}
-        await self._write(context, pb.HealthResponse(ready=self.front.client.ready, **known))
+        fields = {name: state[name] for name in ("state", "phase", "elapsed_s")}
+        await self._write(context, pb.HealthResponse(ready=self.front.client.ready, **fields))
 
     # ---- parts of the methods --------------------------------------------------------------------
 
-    async def _prepare_one(
+    async def _prepare_single(
         self, caller: Caller, context: Context, stream: bool = False
     ) -> Prepared:
         body, headers = await self._read(caller, context, GenerateRequest)
         prompts = [body.prompt or ""]
         return await prepare_generate(self.front, caller, body, prompts, headers, stream)
 
-    async def _whole(self, caller: Caller, prepared: Prepared) -> list[pb.GenerateResponse]:
-        def reply(collector: Collector) -> pb.GenerateResponse:
-            (found,) = collector.best
-            prompt, cached = prompt_counts(collector)
+    async def _generate_all(self, caller: Caller, prepared: Prepared) -> list[pb.GenerateResponse]:
+        def response_of(collector: Collector) -> pb.GenerateResponse:
+            (completion,) = collector.best
+            prompt_tokens, cached_tokens = prompt_counts(collector)
             return pb.GenerateResponse(
-                generated_text=found.text,
-                tokens_generated=len(found.token_ids),
+                generated_text=completion.text,
+                tokens_generated=len(completion.token_ids),
                 latency_ms=elapsed(caller),
-                finish_reason=found.finish_reason,
-                prompt_tokens=prompt,
-                cached_tokens=cached,
+                finish_reason=completion.finish_reason,
+                prompt_tokens=prompt_tokens,
+                cached_tokens=cached_tokens,
             )
 
         with open_call(self.front, caller, prepared, stream=False) as call:
             await call.wait_finished()
-            return [reply(collector) for collector in call.collectors]
+            return [response_of(collector) for collector in call.collectors]
 
-    async def _end(
+    async def _send_reply(
         self, caller: Caller, context: Context, prepared: Prepared, reply: Message
     ) -> None:
         context.set_trailing_metadata((*call_metadata(caller), *prepared.headers.items()))
@@ -398,32 +402,31 @@ class Service:
         """Return the message of the call as a `kind`, and headers about its unknown fields."""
         front = self.front
         front.check_may_send(caller)
-        data = await self._receive(context)
+        message = await self._receive(context)
         limits = front.config.limits
         with front.bodies.reserve(_address(context.peer())) as reservation:
-            refusal = reservation.resize(len(data))
+            refusal = reservation.resize(len(message))
             if refusal is not None:
                 raise refusal
-            if len(data) <= INLINE_BYTES:
-                body, unknown = read_message(data, kind, limits)
+            if len(message) <= INLINE_BYTES:
+                body, unknown_fields = read_message(message, kind, limits)
             else:
                 job = ParseMessage(kind.__name__)
-                body, unknown = await parse_in_worker(front.pool, job, data, kind)
-        return body, validate.check_fields(front, unknown)
+                body, unknown_fields = await parse_in_worker(front.pool, job, message, kind)
+        return body, validate.check_fields(front, unknown_fields)
 
     async def _receive(self, context: Context) -> bytes:
         seconds = self.front.config.limits.body_seconds
         try:
             async with asyncio.timeout(seconds):
-                data = await context.read()
+                message: Any = await context.read()
         except TimeoutError:
             raise ApiError(
                 408, f"the message did not arrive within {seconds:g} s", "body_timeout"
             ) from None
-        if data is grpc.aio.EOF:
+        if message is grpc.aio.EOF:
             raise invalid_field(None, "the call has no message: send one message")
-        found: bytes = data
-        return found
+        return bytes(message)
 
     async def _write(self, context: Context, reply: Message) -> None:
         """Write a message. Raises if the client does not read it within `send_seconds`."""
@@ -473,10 +476,10 @@ class Health(health_pb2_grpc.HealthServicer):
         )
 
     async def Check(self, request: Any, context: Context) -> Any:
-        found = self.status(request.service)
-        if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+        status = self.status(request.service)
+        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "this server has no such service")
-        return health_pb2.HealthCheckResponse(status=found)
+        return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, context: Context) -> None:
         if self._watchers >= HEALTH_WATCHERS:
@@ -494,23 +497,23 @@ class Health(health_pb2_grpc.HealthServicer):
             self._watchers -= 1
 
     async def _watch(self, request: Any, context: Context) -> None:
-        last = None
+        reported = None
         while True:
             changed = self._changed
-            found = self.status(request.service)
-            if found != last:
-                await context.write(health_pb2.HealthCheckResponse(status=found))
-                last = found
+            status = self.status(request.service)
+            if status != reported:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                reported = status
             if self._closed:
                 return
             await changed.wait()
 
-    async def follow(self) -> None:
+    async def watch_readiness(self) -> None:
         while True:
             if self._reported_ready != self.front.client.ready:
                 self._reported_ready = self.front.client.ready
                 self._wake()
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_SECONDS)
 
     def close(self) -> None:
         """Report "not serving" to all watchers, and end their calls."""
