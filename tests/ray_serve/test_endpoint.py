@@ -366,8 +366,8 @@ def test_a_client_that_disconnects_ends_the_request_and_pays_for_its_tokens(tmp_
             async with found.client.stream("POST", "/v1/completions", **request) as answer:
                 assert (await anext(answer.aiter_bytes())).startswith(b"data: one")
             await stub.disconnected.wait()
-            key = found.endpoint.front.keys.found[1]
-            while key.open:
+            key = found.endpoint.front.keys.keys[1]
+            while key.open_requests:
                 await asyncio.sleep(0.01)
             stub.script = reply
             assert (await found.post("bob")).status_code == 429

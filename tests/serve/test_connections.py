@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from octavo.serve.api.api_errors import ApiError
-from octavo.serve.front.keys import Entry, Key
+from octavo.serve.front.keys import Key, KeyEntry
 from octavo.serve.http.connections import REFUSALS, Connection, ConnectionState, ConnectionTable
 from octavo.serve.limits import Limits
 from octavo.serve.serve_config import ServeConfig
@@ -135,7 +135,7 @@ def test_when_all_are_busy_a_few_more_get_503_and_the_rest_is_closed() -> None:
 
 def test_connections_of_a_key_are_bounded() -> None:
     table = ConnectionTable(Limits(connections_per_key=2))
-    alice, bob = (Key(Entry(name), name.encode()) for name in ("alice", "bob"))
+    alice, bob = (Key(KeyEntry(name), name.encode()) for name in ("alice", "bob"))
     busy, idle, third, fourth = (admit(table, "10.0.0.1", ConnectionState.BUSY) for _ in range(4))
     for one in (busy, idle, idle):
         table.claim(one, alice)
@@ -152,7 +152,7 @@ def test_connections_of_a_key_are_bounded() -> None:
 
 def test_nothing_is_left_of_connections_that_are_closed() -> None:
     table = ConnectionTable(Limits())
-    key = Key(Entry("alice"), b"alice")
+    key = Key(KeyEntry("alice"), b"alice")
     for state in ConnectionState:
         connection = admit(table, "10.0.0.1", state)
         table.claim(connection, key)

@@ -316,7 +316,7 @@ def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch
                 keys.check(header, "1.2.3.4")
         else:
             assert keys.check(header, "1.2.3.4").name == name  # type: ignore[union-attr]
-        assert compared == [key.digest for key in keys.found], header
+        assert compared == [key.digest for key in keys.keys], header
 
 
 def guesses(keys: Keys, address: str) -> int:
@@ -351,7 +351,7 @@ def test_a_flood_of_addresses_does_not_clear_the_record(monkeypatch: pytest.Monk
     assert guesses(keys, "10.0.1.1") == 3
     for k in range(9):
         guesses(keys, f"10.0.2.{k}")
-    assert guesses(keys, "10.0.1.1") == 0 and len(keys._failed) == 10
+    assert guesses(keys, "10.0.1.1") == 0 and len(keys._failures) == 10
 
 
 def _keys(text: str) -> list:  # type: ignore[type-arg]
@@ -360,7 +360,7 @@ def _keys(text: str) -> list:  # type: ignore[type-arg]
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(text)
         file.flush()
-        return Keys.read(file.name, Limits()).found
+        return Keys.read(file.name, Limits()).keys
 
 
 BAD_FILES = {

@@ -195,7 +195,7 @@ class BatchRunner:
     def _key_of(self, batch: StoredBatch) -> Key | None:
         if not batch.owner:
             return None
-        found = [key for key in self.front.keys.found if key.name == batch.owner]
+        found = [key for key in self.front.keys.keys if key.name == batch.owner]
         if not found:
             raise ApiError(401, "the API key of this batch no longer exists", "key_not_found")
         return found[0]

@@ -3,12 +3,13 @@
     [[keys]]
     name = "alice"
     key = "a long random text"      # or sha256 = "...", so that the file contains no secret
-    priority = 1                    # default 0; with --policy priority, higher numbers go first
-                                    # and displace lower ones from a full queue
-    requests_per_minute = 60        # limits are optional
-    tokens_per_minute = 100000      # counts tokens of prompts and replies
+    priority = 1                    # Default: 0. With --policy priority, requests of keys with
+                                    # higher numbers come first in the queue and displace
+                                    # requests of keys with lower numbers from a full queue.
+    requests_per_minute = 60        # Limits are optional.
+    tokens_per_minute = 100000      # Tokens of prompts and replies are counted together.
     max_concurrency = 8
-    admin = true                    # allows the routes for administrators
+    admin = true                    # The key allows the routes for administrators.
 
 The server keeps only digests of the keys. It compares every digest each time, in constant time.
 """
@@ -43,7 +44,7 @@ class KeysError(OctavoError):
     """The file of keys cannot be used."""
 
 
-class Entry(msgspec.Struct, forbid_unknown_fields=True):
+class KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     key: str | None = None
     sha256: str | None = None
@@ -65,21 +66,24 @@ class Bucket:
         self.per_minute = per_minute
         self.burst = per_minute if burst is None else burst
         self.level = float(self.burst)
-        self.last = time.monotonic()
+        self.updated = time.monotonic()
 
     def wait(self) -> float:
         """Return the seconds until the bucket holds a token, or 0 if it holds one now."""
         now = time.monotonic()
-        self.level = min(self.level + (now - self.last) * self.per_minute / MINUTE, self.burst)
-        self.last = now
-        return max(0.0, (1 - self.level) * MINUTE / self.per_minute) if self.level < 1 else 0.0
+        gained = (now - self.updated) * self.per_minute / MINUTE
+        self.level = min(self.level + gained, self.burst)
+        self.updated = now
+        if self.level >= 1:
+            return 0.0
+        return (1 - self.level) * MINUTE / self.per_minute
 
     def take(self, amount: float = 1.0) -> None:
         self.level -= amount
 
 
 class Key:
-    def __init__(self, entry: Entry, digest: bytes):
+    def __init__(self, entry: KeyEntry, digest: bytes):
         self.name = entry.name
         self.priority = entry.priority
         self.admin = entry.admin
@@ -88,25 +92,25 @@ class Key:
         self.requests = Bucket(entry.requests_per_minute) if entry.requests_per_minute else None
         self.tokens = Bucket(entry.tokens_per_minute) if entry.tokens_per_minute else None
         self.max_concurrency = entry.max_concurrency
-        self.open = 0
+        self.open_requests = 0
 
     def check(self) -> None:
         """Raise if the key does not allow another request now."""
-        if self.max_concurrency is not None and self.open >= self.max_concurrency:
+        if self.max_concurrency is not None and self.open_requests >= self.max_concurrency:
             raise limited(f"{self.max_concurrency} requests at a time", 1.0)
-        for bucket, what in ((self.requests, "requests"), (self.tokens, "tokens")):
+        for bucket, unit in ((self.requests, "requests"), (self.tokens, "tokens")):
             if bucket is not None and (wait := bucket.wait()):
-                raise limited(f"{bucket.per_minute} {what} per minute", wait)
+                raise limited(f"{bucket.per_minute} {unit} per minute", wait)
 
     def enter(self) -> None:
         """Count a request that starts. Raises if the key does not allow another request now."""
         self.check()
         if self.requests is not None:
             self.requests.take()
-        self.open += 1
+        self.open_requests += 1
 
     def leave(self, tokens: int) -> None:
-        self.open -= 1
+        self.open_requests -= 1
         if self.tokens is not None:
             self.tokens.wait()
             self.tokens.take(tokens)
@@ -119,18 +123,20 @@ def network(address: str) -> str:
     With IPv6 this is the /64 network, because a client usually controls all of its addresses.
     """
     try:
-        found = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return address
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
-        return str(ipaddress.ip_network((found, 64), strict=False))
-    return str(getattr(found, "ipv4_mapped", None) or found)
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, 64), strict=False))
 
 
-def limited(what: str, wait: float) -> ApiError:
+def limited(allowance: str, wait: float) -> ApiError:
     return ApiError(
         429,
-        f"this API key allows {what}: try again later",
+        f"this API key allows {allowance}: try again later",
         "rate_limit_exceeded",
         retry_after=wait,
     )
@@ -139,20 +145,20 @@ def limited(what: str, wait: float) -> ApiError:
 class Keys:
     """All keys of the server. If there are none, no key is needed."""
 
-    def __init__(self, found: list[Key], limits: Limits):
-        self.found = found
+    def __init__(self, keys: list[Key], limits: Limits):
+        self.keys = keys
         self.limits = limits
-        self._failed: dict[str, Bucket] = {}
+        self._failures: dict[str, Bucket] = {}
 
     @classmethod
-    def read(cls, file: str | None, limits: Limits, given: tuple[str, ...] = ()) -> Keys:
-        """Read the keys in a file. `given` are further keys, without names and limits."""
-        keys = [_given_key(number, key) for number, key in enumerate(given, 1)]
+    def read(cls, file: str | None, limits: Limits, option_keys: tuple[str, ...] = ()) -> Keys:
+        """Read the keys in a file. `option_keys` are those of the option --api-key."""
+        keys = [_option_key(number, key) for number, key in enumerate(option_keys, 1)]
         if file is None:
             return cls(_distinct(keys, "--api-key") if keys else [], limits)
         try:
             value = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-            entries = msgspec.convert(value, dict[str, list[Entry]]).get("keys", [])
+            entries = msgspec.convert(value, dict[str, list[KeyEntry]]).get("keys", [])
         except OSError as error:
             raise KeysError(f"cannot read the API keys in {file}: {error.strerror}") from None
         except ValueError as error:
@@ -165,14 +171,16 @@ class Keys:
         Raises ApiError 401, or 429 after many wrong keys from one address. A valid key is always
         accepted, because a client that sends wrong keys may share its address with others.
         """
-        if not self.found:
+        if not self.keys:
             return None
         scheme, _, key = (header or "").strip(SPACE).partition(" ")
         digest = hashlib.sha256(key.strip(SPACE).encode("utf-8", "surrogateescape")).digest()
         match: Key | None = None
-        for one in self.found:  # Every key is compared, even after a match.
-            if hmac.compare_digest(one.digest, digest):
-                match = one
+        for (
+            candidate
+        ) in self.keys:  # All keys are compared, so the time does not depend on a match.
+            if hmac.compare_digest(candidate.digest, digest):
+                match = candidate
         if match is not None and scheme.lower() == "bearer":
             return match
         if not header:
@@ -188,18 +196,18 @@ class Keys:
 
     def _count_failure(self, address: str) -> None:
         """Count a wrong key. Raises ApiError if the address has sent too many of them recently."""
-        if len(self._failed) >= MAX_ADDRESSES and address not in self._failed:
-            self._failed.pop(next(iter(self._failed)))
-        failed = self._failed.setdefault(address, Bucket(self.limits.failed_logins))
-        wait = failed.wait()
-        if wait > 0:
+        if len(self._failures) >= MAX_ADDRESSES and address not in self._failures:
+            self._failures.pop(next(iter(self._failures)))
+        bucket = self._failures.setdefault(address, Bucket(self.limits.failed_logins))
+        seconds = bucket.wait()
+        if seconds > 0:
             raise ApiError(
                 429,
                 "this address has sent too many wrong API keys: try again later with a valid key",
                 "too_many_failures",
-                retry_after=wait,
+                retry_after=seconds,
             )
-        failed.take()
+        bucket.take()
 
 
 def _distinct(keys: list[Key], file: str) -> list[Key]:
@@ -216,34 +224,34 @@ def _distinct(keys: list[Key], file: str) -> list[Key]:
     return keys
 
 
-def _given_key(number: int, key: str) -> Key:
-    """Return the key of an option --api-key, which may be shorter than a key in a file."""
+def _option_key(number: int, key: str) -> Key:
+    """Return the key of one --api-key option. It may be shorter than a key in a file."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise KeysError("--api-key must be printable ASCII characters without spaces")
     if len(key) < MIN_LENGTH:
         log.warning(
             "an API key of %d characters can be guessed: use at least %d", len(key), MIN_LENGTH
         )
-    return Key(Entry(f"api-key-{number}"), hashlib.sha256(key.encode()).digest())
+    return Key(KeyEntry(f"api-key-{number}"), hashlib.sha256(key.encode()).digest())
 
 
-def _key(entry: Entry, file: str) -> Key:
-    where = f"{file}: the key named {entry.name!r}"
+def _key(entry: KeyEntry, file: str) -> Key:
+    subject = f"{file}: the key named {entry.name!r}"
     if not re.fullmatch(r"[\w.-]{1,64}", entry.name):
         raise KeysError(
             f"{file}: a name must have 1 to 64 characters of A-Z a-z 0-9 . _ -, not {entry.name!r}"
         )
     if (entry.key is None) == (entry.sha256 is None):
-        raise KeysError(f"{where} needs either key or sha256")
+        raise KeysError(f"{subject} needs either key or sha256")
     limits: dict[str, Any] = {
-        n: getattr(entry, n)
-        for n in ("requests_per_minute", "tokens_per_minute", "max_concurrency")
+        name: getattr(entry, name)
+        for name in ("requests_per_minute", "tokens_per_minute", "max_concurrency")
     }
     if any(value is not None and value < 1 for value in limits.values()):
-        raise KeysError(f"{where} has a limit below 1: a limit must be at least 1")
+        raise KeysError(f"{subject} has a limit below 1: a limit must be at least 1")
     if entry.sha256 is not None:
         if not re.fullmatch("[0-9a-f]{64}", entry.sha256):
-            raise KeysError(f"{where}: sha256 must have 64 hexadecimal digits")
+            raise KeysError(f"{subject}: sha256 must have 64 hexadecimal digits")
         return Key(entry, bytes.fromhex(entry.sha256))
     assert entry.key is not None
     if (
@@ -253,6 +261,6 @@ def _key(entry: Entry, file: str) -> Key:
         or " " in entry.key
     ):
         raise KeysError(
-            f"{where} must have at least {MIN_LENGTH} printable ASCII characters and no spaces"
+            f"{subject} must have at least {MIN_LENGTH} printable ASCII characters and no spaces"
         )
     return Key(entry, hashlib.sha256(entry.key.encode()).digest())

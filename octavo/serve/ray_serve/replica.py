@@ -30,7 +30,7 @@ from octavo.serve.api.replies import KEEP_ALIVE
 from octavo.serve.endpoints.application import Table
 from octavo.serve.endpoints.guard import from_router, operation_of
 from octavo.serve.front.front import Caller, Front
-from octavo.serve.front.keys import Entry, Key
+from octavo.serve.front.keys import Key, KeyEntry
 from octavo.serve.front.tracing import OPERATION
 from octavo.serve.ray_serve.relay import (
     HEAD_BYTES,
@@ -57,7 +57,7 @@ class RelayedKey(Key):
     """The key of a relayed request. It has no limits, because the endpoint enforces them."""
 
     def __init__(self, identity: RelayedIdentity):
-        entry = Entry(identity.name, priority=identity.priority, admin=identity.admin)
+        entry = KeyEntry(identity.name, priority=identity.priority, admin=identity.admin)
         super().__init__(entry, digest=b"")
         self.salt = identity.salt
         self.sent = False  # The request was sent to the engine.
