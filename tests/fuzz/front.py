@@ -128,7 +128,7 @@ class LocalPool:
         self.context = Context.read(setup)
 
     async def run(self, job: Any, kind: Any, payload: bytes = b"", **_: Any) -> Any:
-        reply = worker.answer(self.context, jobs.encode(job), payload)
+        reply = worker.run_job(self.context, jobs.encode(job), payload)
         if isinstance(reply, jobs.JobRefused):
             assert reply.code != "text_memory_exceeded", "the job ran out of memory"
             raise ApiError(reply.status, reply.message, reply.code, reply.param)

@@ -122,7 +122,7 @@ def test_special_tokens_are_put_around_a_chat_if_it_asks_for_them(
     job.add_special_tokens = asked
     expected = [1, *plain, 2] if asked else plain
     assert unpack(handlers.encode_messages(context, job).ids) == expected
-    texts = Texts(WorkerPool(1, 1.0), together=lambda: False)
+    texts = Texts(WorkerPool(1, 1.0), combines_texts=lambda: False)
     assert asyncio.run(texts.encode_chat(context.tokenizer, job)).ids == expected
 
 

@@ -69,7 +69,7 @@ class EncodeChat(msgspec.Struct, tag=True, array_like=True):
 class Tokenize(msgspec.Struct, tag=True, array_like=True):
     """Compute the reply of /tokenize. The result is JSON."""
 
-    what: Encode | EncodeChat
+    encoding: Encode | EncodeChat
     token_strs: bool
 
 
@@ -151,8 +151,8 @@ def pack(ids: list[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
-def unpack(data: bytes) -> list[int]:
-    return array("I", data).tolist()
+def unpack(packed: bytes) -> list[int]:
+    return array("I", packed).tolist()
 
 
 encode = msgspec.msgpack.Encoder().encode

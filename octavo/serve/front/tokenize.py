@@ -44,7 +44,7 @@ LIGHT_CHARACTERS = 64 * 2**10  # A longer text is a heavy job.
 TOKENS_PER_TURN = 32 * 2**10
 
 
-class Short(NamedTuple):
+class ShortText(NamedTuple):
     """A short text that will be tokenised together with others."""
 
     tokenizer: Tokenizer
@@ -57,45 +57,47 @@ class Texts:
         self,
         pool: WorkerPool,
         template_seconds: float = 3.0,
-        together: Callable[[], bool] = lambda: True,
+        combines_texts: Callable[[], bool] = lambda: True,
     ):
         """Create the object.
 
-        `template_seconds` limits the time of a template that came with a request. `together`
-        returns whether short texts are tokenised together with others.
+        `template_seconds` limits the time of a template that came with a request. Short texts of
+        several requests are tokenised in one call while `combines_texts()` is true.
         """
         self.pool = pool
         self.template_seconds = template_seconds
-        self.together = together
-        self._short: list[Short] = []
+        self.combines_texts = combines_texts
+        self._short_texts: list[ShortText] = []
 
     async def encode(self, tokenizer: Tokenizer, job: Encode) -> list[Tokens]:
         """Tokenise texts."""
-        if weight(job) > INLINE_CHARACTERS:
-            found = await self.pool.run(job, list[Encoded], heavy=weight(job) > LIGHT_CHARACTERS)
-            return [Tokens(await self.unpack(item.ids), item.total) for item in found]
+        if job_size(job) > INLINE_CHARACTERS:
+            encoded = await self.pool.run(
+                job, list[Encoded], heavy=job_size(job) > LIGHT_CHARACTERS
+            )
+            return [Tokens(await self.unpack(text.ids), text.total) for text in encoded]
         flags = (job.add_special_tokens, job.parse_special)
-        if len(job.texts) == 1 and self.together():
-            lists = [await self._soon(tokenizer, job.texts[0], *flags)]
+        if len(job.texts) == 1 and self.combines_texts():
+            lists = [await self._encode_combined(tokenizer, job.texts[0], *flags)]
         else:
-            lists = [guarded(tokenizer.encode, text, *flags) for text in job.texts]
+            lists = [call_native(tokenizer.encode, text, *flags) for text in job.texts]
         return [Tokens(token_ids, len(token_ids)) for token_ids in lists]
 
     async def encode_chat(self, tokenizer: Tokenizer, job: EncodeChat) -> Tokens:
         """Render a conversation and tokenise it."""
-        if weight(job) > INLINE_CHARACTERS:
-            found = await self._run_chat(job, job, Encoded)
-            return Tokens(await self.unpack(found.ids), found.total)
-        template = guarded(select_template, tokenizer, None, job.tools is not None)
-        text, mark = guarded(
+        if job_size(job) > INLINE_CHARACTERS:
+            encoded = await self._run_chat(job, job, Encoded)
+            return Tokens(await self.unpack(encoded.ids), encoded.total)
+        template = call_native(select_template, tokenizer, None, job.tools is not None)
+        text, mark = call_native(
             render_marked, tokenizer, template, job.messages, job.tools, **job.options
         )
         if mark is not None:
-            token_ids = guarded(tokenizer.encode_marked, text, mark)
-        elif self.together():
-            token_ids = await self._soon(tokenizer, text, False, True)
+            token_ids = call_native(tokenizer.encode_marked, text, mark)
+        elif self.combines_texts():
+            token_ids = await self._encode_combined(tokenizer, text, False, True)
         else:
-            token_ids = guarded(tokenizer.encode, text, False, True)
+            token_ids = call_native(tokenizer.encode, text, False, True)
         if job.add_special_tokens:
             token_ids = tokenizer.with_special_tokens(token_ids)
         return Tokens(token_ids, len(token_ids))
@@ -105,7 +107,7 @@ class Texts:
     ) -> Any:
         if chat.template is not None:
             return await self._run_template(job, result_type)
-        return await self.pool.run(job, result_type, heavy=weight(chat) > LIGHT_CHARACTERS)
+        return await self.pool.run(job, result_type, heavy=job_size(chat) > LIGHT_CHARACTERS)
 
     async def _run_template(self, job: EncodeChat | Tokenize, result_type: Any) -> Any:
         """Run a job with a client's template, and name the template in its errors."""
@@ -118,12 +120,12 @@ class Texts:
 
     async def tokenize(self, context: Context, job: Tokenize) -> bytes:
         """Return the reply of /tokenize as JSON."""
-        encoding = job.what
-        if weight(encoding) > INLINE_CHARACTERS:
+        encoding = job.encoding
+        if job_size(encoding) > INLINE_CHARACTERS:
             if isinstance(encoding, EncodeChat):
                 reply: bytes = await self._run_chat(encoding, job, bytes)
             else:
-                reply = await self.pool.run(job, bytes, heavy=weight(encoding) > LIGHT_CHARACTERS)
+                reply = await self.pool.run(job, bytes, heavy=job_size(encoding) > LIGHT_CHARACTERS)
             return reply
         if isinstance(encoding, EncodeChat):
             tokens = await self.encode_chat(context.tokenizer, encoding)
@@ -134,16 +136,16 @@ class Texts:
     async def detokenize(self, context: Context, body: Bytes) -> Detokenized:
         """Return the reply of /detokenize."""
         if len(body) <= INLINE_CHARACTERS:
-            return guarded(detokenize, context, Detokenize(bytes(body)))
-        found: Detokenized = await self.pool.run(
+            return call_native(detokenize, context, Detokenize(bytes(body)))
+        reply: Detokenized = await self.pool.run(
             Detokenize(), Detokenized, payload=body, heavy=not is_quick(body)
         )
-        return found
+        return reply
 
     async def decode(self, tokenizer: Tokenizer, token_ids: list[int]) -> str:
         """Return the text of tokens, including special tokens."""
         if len(token_ids) <= INLINE_CHARACTERS:
-            return guarded(tokenizer.decode, token_ids, skip_special_tokens=False)
+            return call_native(tokenizer.decode, token_ids, skip_special_tokens=False)
         text: str = await self.pool.run(
             Decode(pack(token_ids)), str, heavy=len(token_ids) > LIGHT_CHARACTERS
         )
@@ -154,70 +156,74 @@ class Texts:
         token_ids = array("I", packed)
         if len(token_ids) <= TOKENS_PER_TURN:
             return token_ids.tolist()
-        found: list[int] = []
+        unpacked: list[int] = []
         for start in range(0, len(token_ids), TOKENS_PER_TURN):
-            found += token_ids[start : start + TOKENS_PER_TURN].tolist()
+            unpacked += token_ids[start : start + TOKENS_PER_TURN].tolist()
             await asyncio.sleep(0)
-        return found
+        return unpacked
 
     # ---- short texts -----------------------------------------------------------------------------
 
-    def _soon(self, tokenizer: Tokenizer, *arguments: Any) -> asyncio.Future[list[int]]:
+    def _encode_combined(self, tokenizer: Tokenizer, *arguments: Any) -> asyncio.Future[list[int]]:
         loop = asyncio.get_running_loop()
-        if not self._short:
-            loop.call_soon(self._encode)
-        self._short.append(Short(tokenizer, arguments, loop.create_future()))
-        return self._short[-1].token_ids
+        if not self._short_texts:
+            loop.call_soon(self._encode_short_texts)
+        self._short_texts.append(ShortText(tokenizer, arguments, loop.create_future()))
+        return self._short_texts[-1].token_ids
 
-    def _encode(self) -> None:
-        short = self._short
-        self._short = []
+    def _encode_short_texts(self) -> None:
+        short_texts = self._short_texts
+        self._short_texts = []
         # There is one tokenizer, except in the iteration in which a new engine becomes ready.
-        for tokenizer, group in groupby(short, lambda item: item.tokenizer):
-            texts = list(group)
+        for tokenizer, group in groupby(short_texts, lambda text: text.tokenizer):
+            batch = list(group)
             try:
-                found = guarded(tokenizer.encode_many, [item.arguments for item in texts])
+                token_lists = call_native(tokenizer.encode_many, [text.arguments for text in batch])
             except Exception:  # One of the texts is the cause, and only its request must fail.
-                for item in texts:
-                    _answer(item)
+                for text in batch:
+                    _encode_separately(text)
             else:
-                for item, token_ids in zip(texts, found, strict=True):
-                    if not item.token_ids.done():
-                        item.token_ids.set_result(token_ids)
+                for text, token_ids in zip(batch, token_lists, strict=True):
+                    if not text.token_ids.done():
+                        text.token_ids.set_result(token_ids)
 
 
-def _answer(waiting: Short) -> None:
+def _encode_separately(text: ShortText) -> None:
     try:
-        token_ids = guarded(waiting.tokenizer.encode, *waiting.arguments)
+        token_ids = call_native(text.tokenizer.encode, *text.arguments)
     except Exception as error:
-        if not waiting.token_ids.done():
-            waiting.token_ids.set_exception(error)
+        if not text.token_ids.done():
+            text.token_ids.set_exception(error)
     else:
-        if not waiting.token_ids.done():
-            waiting.token_ids.set_result(token_ids)
+        if not text.token_ids.done():
+            text.token_ids.set_result(token_ids)
 
 
-def guarded(function: Callable[..., ResultType], *args: Any, **options: Any) -> ResultType:
+def call_native(function: Callable[..., ResultType], *args: Any, **options: Any) -> ResultType:
+    """Call a function of a library, and turn a panic in its native code into a RuntimeError."""
     try:
         return function(*args, **options)
     except (Exception, GeneratorExit, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # This is a panic in the native code of a library.
+    except BaseException as error:  # A panic of PyO3 is a direct subclass of BaseException.
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-def weight(job: Encode | EncodeChat) -> int:
+def job_size(job: Encode | EncodeChat) -> int:
     """Return the approximate number of characters to tokenise.
 
-    Above INLINE_CHARACTERS a worker process does it, and above LIGHT_CHARACTERS it is a heavy job.
-    A job with a client's template is always heavy.
+    A job above INLINE_CHARACTERS is sent to a worker process, and a job above LIGHT_CHARACTERS is
+    heavy. A job with a client's template is always heavy.
     """
     if isinstance(job, Encode):
         return sum(map(len, job.texts))
     if job.template is not None:
         return LIGHT_CHARACTERS + 1
-    others = [v for message in job.messages for name, v in message.items() if name != "content"]
-    others += job.options.values()
-    nested = job.tools or any(isinstance(value, dict | list) for value in others)
-    size = prompt.chat_size(job.messages) + sum(len(v) for v in others if isinstance(v, str))
-    return size + 16 * len(job.messages) + (INLINE_CHARACTERS if nested else 0)
+    other_values = [
+        value for message in job.messages for name, value in message.items() if name != "content"
+    ]
+    other_values += job.options.values()
+    has_nested = job.tools or any(isinstance(value, dict | list) for value in other_values)
+    characters = prompt.chat_size(job.messages)
+    characters += sum(len(value) for value in other_values if isinstance(value, str))
+    return characters + 16 * len(job.messages) + (INLINE_CHARACTERS if has_nested else 0)

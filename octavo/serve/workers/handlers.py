@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from octavo.text.vocabulary import Vocabulary
 
 T = TypeVar("T", bound=msgspec.Struct)
-SLICE = 64 * 2**10  # characters
+SLICE = 64 * 2**10  # The number of characters that are tokenised at a time.
 
 
 @dataclass
@@ -92,11 +92,11 @@ def parse_body(context: Context, job: Parse) -> tuple[msgspec.Struct, dict[str, 
     request, unknown = read_request(job.data, kind, context.limits)
     check_texts(context, request)
     if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
-        is_cut = request.truncate_prompt_tokens is not None
-        request.prompt = packed_prompts(context, request.prompt, is_cut, "prompt")
+        truncates = request.truncate_prompt_tokens is not None
+        request.prompt = pack_prompts(context, request.prompt, truncates, "prompt")
     if isinstance(request, EmbeddingRequest) and isinstance(request.input, list):
-        is_cut = request.truncate_prompt_tokens is not None
-        request.input = packed_prompts(context, request.input, is_cut, "input")
+        truncates = request.truncate_prompt_tokens is not None
+        request.input = pack_prompts(context, request.input, truncates, "input")
     if isinstance(request, protocol.OpenAI | protocol.MessagesRequest):
         request.metadata = None  # This field has no effect and may be large.
     check_values(context, request)
@@ -116,10 +116,10 @@ def parse_message(context: Context, job: ParseMessage) -> tuple[msgspec.Struct, 
 
 def check_values(context: Context, request: msgspec.Struct) -> None:
     """Refuse a request that has too many values for the event loop to decode."""
-    left = context.limits.values
+    remaining = context.limits.values
     for name in request.__struct_fields__:
-        left -= count_values(getattr(request, name), left)
-        if left < 0:
+        remaining -= count_values(getattr(request, name), remaining)
+        if remaining < 0:
             raise invalid_field(
                 name,
                 f"the request has more than {context.limits.values} values up to and including "
@@ -129,33 +129,33 @@ def check_values(context: Context, request: msgspec.Struct) -> None:
 
 
 def check_texts(context: Context, request: msgspec.Struct) -> None:
-    """Refuse texts that are longer than the context, so that they are not sent back."""
+    """Refuse texts that are longer than the context, before they are sent to the front process."""
     if isinstance(request, TokenizeRequest) or getattr(request, "truncate_prompt_tokens", None):
         return
     names = ("input",) if isinstance(request, EmbeddingRequest) else ("prompt", "prompts")
     for name in names:
-        given = getattr(request, name, None)
-        for text in given if isinstance(given, list) else [given]:
+        prompts = getattr(request, name, None)
+        for text in prompts if isinstance(prompts, list) else [prompts]:
             if isinstance(text, str):
                 prompt.check_size(context.tokenizer, len(text), context.max_model_len, name)
 
 
-def packed_prompts(context: Context, given: list[Any], is_cut: bool, param: str) -> list[Any]:
+def pack_prompts(context: Context, unpacked: list[Any], truncates: bool, param: str) -> list[Any]:
     """Check the token ids among the prompts, and return the prompts with token ids packed.
 
-    `is_cut` says that prompts which are too long are truncated.
+    `truncates` is true if prompts that are too long are truncated later instead of refused.
     """
     limits = context.limits
-    prompts = prompt.prompt_list(given, limits, param)
+    prompts = prompt.prompt_list(unpacked, limits, param)
     total = 0
-    for index, one in enumerate(prompts):
-        if not isinstance(one, list):
+    for index, prompt_ids in enumerate(prompts):
+        if not isinstance(prompt_ids, list):
             continue
-        if not is_cut and len(one) >= context.max_model_len:
-            raise prompt_too_long(len(one), context.max_model_len, param)
-        total += len(one)
+        if not truncates and len(prompt_ids) >= context.max_model_len:
+            raise prompt_too_long(len(prompt_ids), context.max_model_len, param)
+        total += len(prompt_ids)
         check_total(total, limits, param)
-        ids = prompt.check_ids(one, context.vocab_size, param)
+        ids = prompt.check_ids(prompt_ids, context.vocab_size, param)
         prompts[index] = pack(ids)
     return prompts
 
@@ -174,20 +174,20 @@ def check_total(count: int, limits: Limits, param: str = "prompt") -> None:
 
 
 def encode_texts(context: Context, job: Encode) -> list[Encoded]:
-    found: list[Encoded] = []
+    encoded: list[Encoded] = []
     total = 0
     for text in job.texts:
         check_length(context.tokenizer, text, job)
         ids = context.tokenizer.encode(text, job.add_special_tokens, job.parse_special)
-        found.append(kept(ids, job))
-        total += len(found[-1].ids) // 4
+        encoded.append(pack_ids(ids, job))
+        total += len(encoded[-1].ids) // 4
         check_total(total, context.limits)
-    return found
+    return encoded
 
 
 def encode_messages(context: Context, job: EncodeChat) -> Encoded:
     tokenizer = context.tokenizer
-    with blaming(job.template):
+    with as_template_errors(job.template):
         template = select_template(tokenizer, job.template, job.tools is not None)
         text, mark = render_marked(tokenizer, template, job.messages, job.tools, **job.options)
     check_length(tokenizer, text, job)
@@ -197,11 +197,11 @@ def encode_messages(context: Context, job: EncodeChat) -> Encoded:
         ids = tokenizer.encode_marked(text, mark)
     if job.add_special_tokens:
         ids = tokenizer.with_special_tokens(ids)
-    return kept(ids, job)
+    return pack_ids(ids, job)
 
 
 @contextmanager
-def blaming(template: str | None) -> Iterator[None]:
+def as_template_errors(template: str | None) -> Iterator[None]:
     """Report every error of a template that came with the request as an invalid request."""
     try:
         yield
@@ -210,8 +210,8 @@ def blaming(template: str | None) -> Iterator[None]:
     except Exception as error:
         if isinstance(error.__cause__, MemoryError):
             raise error.__cause__ from None
-        about = error.param if isinstance(error, InvalidRequest) else None
-        if template is None or about not in (None, "messages"):
+        param = error.param if isinstance(error, InvalidRequest) else None
+        if template is None or param not in (None, "messages"):
             raise
         raise invalid_field("chat_template", str(error)[:500], "chat_template_error") from None
 
@@ -231,7 +231,8 @@ def check_length(tokenizer: Tokenizer, text: str, job: Encode | EncodeChat) -> N
             raise prompt_too_long(f"more than {job.context}", job.context, param_of(job))
 
 
-def kept(ids: list[int], job: Encode | EncodeChat) -> Encoded:
+def pack_ids(ids: list[int], job: Encode | EncodeChat) -> Encoded:
+    """Truncate token ids as the job says, or refuse them if they exceed the context."""
     if job.keep is not None:
         return Encoded(pack(prompt.cut(ids, job.keep, job.keep_first)), len(ids))
     if len(ids) >= job.context:
@@ -244,10 +245,10 @@ def param_of(job: Encode | EncodeChat) -> str:
 
 
 def tokenize(context: Context, job: Tokenize) -> bytes:
-    if isinstance(job.what, Encode):
-        (encoded,) = encode_texts(context, job.what)
+    if isinstance(job.encoding, Encode):
+        (encoded,) = encode_texts(context, job.encoding)
     else:
-        encoded = encode_messages(context, job.what)
+        encoded = encode_messages(context, job.encoding)
     return tokenize_reply(context, unpack(encoded.ids), job.token_strs)
 
 

@@ -46,10 +46,10 @@ PAGE = resource.getpagesize()
 # ---- one job -------------------------------------------------------------------------------------
 
 
-def answer(context: Context, data: bytes, payload: bytes) -> Reply:
+def run_job(context: Context, encoded_job: bytes, payload: bytes) -> Reply:
     """Run a job and return the reply. Every exception becomes a reply too."""
     try:
-        job = decode_job(data)
+        job = decode_job(encoded_job)
         if isinstance(job, Parse | ParseMessage | Detokenize):
             job.data = payload
         return JobDone(msgspec.Raw(encode(HANDLERS[type(job)](context, job))))
@@ -62,13 +62,13 @@ def answer(context: Context, data: bytes, payload: bytes) -> Reply:
             retire=True,
         )
     except (ApiError, InvalidRequest) as error:
-        found = api_error(error)
-        return JobRefused(found.status, found.message, found.code, found.param)
+        refusal = api_error(error)
+        return JobRefused(refusal.status, refusal.message, refusal.code, refusal.param)
     except BaseException as error:  # A panic in native code is not an Exception.
-        return JobFailed(shown(error))
+        return JobFailed(describe_error(error))
 
 
-def shown(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type of an error and where it was raised. Its message may quote the client."""
     places = traceback.extract_tb(error.__traceback__)
     lines = [f"{Path(place.filename).name}:{place.lineno} in {place.name}" for place in places]
@@ -131,19 +131,19 @@ def main(number: int) -> int:
     die_with_parent()
     os.set_inheritable(number, False)
     with socket.socket(fileno=number) as end, end.makefile("rb") as stream:
-        found = receive(stream)
-        if found is None:
+        job_and_payload = receive(stream)
+        if job_and_payload is None:
             return 0
-        context = Context.read(decode_setup(found[0]))
+        context = Context.read(decode_setup(job_and_payload[0]))
         with suppress(InvalidRequest):  # A trial raises the error again.
             _ = context.vocabulary
         gc.collect()
         gc.disable()  # A job may create millions of objects, but no reference cycles.
         memory = Memory.limited(context.limits.text_memory)
         end.sendall(frame(encode(JobDone(msgspec.Raw(encode(None))))))
-        while (found := receive(stream)) is not None:
-            reply = answer(context, *found)
-            del found
+        while (job_and_payload := receive(stream)) is not None:
+            reply = run_job(context, *job_and_payload)
+            del job_and_payload
             reply.retire = reply.retire or memory.exceeded()
             end.sendall(frame(encode(reply)))
     return 0
