@@ -23,12 +23,12 @@ class KVEventsConfig:
     publisher: str = "zmq"  # "null" publishes nothing.
     # An endpoint with * or :: and an ipc:// endpoint are bound. The publisher connects to others.
     endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None  # always bound
+    replay_endpoint: str | None = None  # This endpoint is always bound.
     buffer_steps: int = 10_000  # The number of batches that a subscriber can ask for again.
-    hwm: int = 100_000  # ZeroMQ drops batches for a subscriber that is this many behind.
-    max_queue_size: int = 100_000  # Accepted for vLLM's command lines. This server has no queue.
+    hwm: int = 100_000  # ZeroMQ drops batches for a subscriber that has not received this many.
+    max_queue_size: int = 100_000  # vLLM's command lines may set it. This server has no queue.
     topic: str = ""
-    # The form of an event: "map" as in vLLM 0.24 and later, "array" as in vLLM before.
+    # The form of an event: "map" as in vLLM 0.24 and later, "array" as in earlier versions.
     encoding: str = "map"
 
     @property
@@ -36,34 +36,37 @@ class KVEventsConfig:
         return self.enable_kv_cache_events and self.publisher != "null"
 
 
-def kv_events_config(name: str, value: Any) -> KVEventsConfig:
-    """Return a configuration from the object of the option. Raises InvalidRequest."""
-    if isinstance(value, KVEventsConfig):
-        return value
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{name} must be a JSON object, got {value!r:.100}", name)
-    known = [field.name for field in fields(KVEventsConfig)]
-    for key, given in value.items():
-        if key not in known:
+def kv_events_config(name: str, settings: Any) -> KVEventsConfig:
+    """Return the configuration that a JSON object describes.
+
+    `name` is the name of the option for errors. Raises InvalidRequest if the object is invalid.
+    """
+    if isinstance(settings, KVEventsConfig):
+        return settings
+    if not isinstance(settings, dict):
+        raise InvalidRequest(f"{name} must be a JSON object, got {settings!r:.100}", name)
+    names = [field.name for field in fields(KVEventsConfig)]
+    for key, entry in settings.items():
+        if key not in names:
             raise InvalidRequest(
-                f"{name} has the unknown key {key!r}: use {', '.join(known)}", name
+                f"{name} has the unknown key {key!r}: use {', '.join(names)}", name
             )
-        _check_entry(name, key, given)
-    return KVEventsConfig(**value)
+        _check_entry(name, key, entry)
+    return KVEventsConfig(**settings)
 
 
-def _check_entry(name: str, key: str, given: Any) -> None:
-    shown = f"{name}: {key}"
+def _check_entry(name: str, key: str, entry: Any) -> None:
+    subject = f"{name}: {key}"
     if key == "enable_kv_cache_events":
-        if not isinstance(given, bool):
-            raise InvalidRequest(f"{shown} must be true or false, got {given!r:.100}", name)
+        if not isinstance(entry, bool):
+            raise InvalidRequest(f"{subject} must be true or false, got {entry!r:.100}", name)
     elif key in ("buffer_steps", "hwm", "max_queue_size"):
-        check_integer(shown, given, 1)
+        check_integer(subject, entry, 1)
     elif key in ("publisher", "encoding"):
         allowed = PUBLISHERS if key == "publisher" else ENCODINGS
-        if given not in allowed:
+        if entry not in allowed:
             raise InvalidRequest(
-                f"{shown} must be one of {', '.join(allowed)}, got {given!r:.100}", name
+                f"{subject} must be one of {', '.join(allowed)}, got {entry!r:.100}", name
             )
-    elif not isinstance(given, str) and not (key == "replay_endpoint" and given is None):
-        raise InvalidRequest(f"{shown} must be a string, got {given!r:.100}", name)
+    elif not isinstance(entry, str) and not (key == "replay_endpoint" and entry is None):
+        raise InvalidRequest(f"{subject} must be a string, got {entry!r:.100}", name)

@@ -33,19 +33,19 @@ MAX_SECONDS = 10**9  # The largest value of every timeout and interval.
 port_number = integer_range(1, 65535)
 
 
-def known_level(name: str, value: Any) -> Any:
+def check_log_level(name: str, value: Any) -> Any:
     return one_of("debug", "info", "warning", "error")(name, str(value).lower())
 
 
-def known_prefix(name: str, value: Any) -> str:
-    """Return the path without a slash at its end."""
+def check_root_path(name: str, value: Any) -> str:
+    """Return a path that begins with a slash, without slashes at its end."""
     if value and not str(value).startswith("/"):
         raise InvalidRequest(f"{name} must begin with a slash, got {value!r:.60}", name)
     return str(value).rstrip("/")
 
 
-def known_parser(name: str, value: Any) -> Any:
-    """Return the name of a format. vLLM's names are accepted too."""
+def check_tool_parser(name: str, value: Any) -> Any:
+    """Return the name of a format of tool calls. vLLM's names are accepted too."""
     if value in ("auto", "none"):
         return value
     # This import would slow `octavo --help` down.
@@ -57,14 +57,14 @@ def known_parser(name: str, value: Any) -> Any:
     return one_of("auto", "none", *FORMATS)(name, VLLM_FORMATS.get(value, value))
 
 
-def known_reasoning(name: str, value: Any) -> Any:
-    """Return the name of a style. vLLM's names are accepted too."""
+def check_reasoning_parser(name: str, value: Any) -> Any:
+    """Return the name of a style of reasoning. vLLM's names are accepted too."""
     if value in ("auto", "none"):
         return value
     from octavo.text.reasoning import STYLES, VLLM_STYLES, VLLM_THINK_NAMES
 
-    found = "think" if value in VLLM_THINK_NAMES else VLLM_STYLES.get(value, value)
-    return one_of("auto", "none", *STYLES)(name, found)
+    style = "think" if value in VLLM_THINK_NAMES else VLLM_STYLES.get(value, value)
+    return one_of("auto", "none", *STYLES)(name, style)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class ServeConfig:
             "Path at which a proxy offers the server, such as /llm. Routes work with and without "
             "the path.",
             metavar="PATH",
-            check=known_prefix,
+            check=check_root_path,
         ),
     ] = ""
     ssl_certfile: Annotated[
@@ -196,7 +196,7 @@ class ServeConfig:
             metavar="NAME",
             aliases=("--tool-call-parser",),
             show_default=True,
-            check=known_parser,
+            check=check_tool_parser,
         ),
     ] = "auto"
     reasoning_parser: Annotated[
@@ -206,7 +206,7 @@ class ServeConfig:
             "(reasoning stays in the reply), or a name that docs/serving.md lists.",
             metavar="NAME",
             show_default=True,
-            check=known_reasoning,
+            check=check_reasoning_parser,
         ),
     ] = "auto"
     thinking_token_budget: Annotated[
@@ -242,7 +242,7 @@ class ServeConfig:
             "Log level: debug, info, warning or error.",
             metavar="NAME",
             show_default=True,
-            check=known_level,
+            check=check_log_level,
         ),
     ] = "warning"
 
@@ -489,12 +489,12 @@ class ServeConfig:
 
     @property
     def name(self) -> str:
-        """The name of the model in replies."""
+        """The name of the model that replies contain."""
         return self.names[0]
 
 
 def public_name(model: str | None) -> str:
-    """Return the name of a model without its directory."""
+    """Return the name of a model file or directory, without the path to it."""
     if model is None:
         return EMBEDDED
     model_path = Path(model).expanduser()
