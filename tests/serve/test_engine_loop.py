@@ -46,7 +46,7 @@ class FakeLink:
 
     def __init__(self, script: list[Any]):
         self.script, self.sent = deque(script), []
-        self.stuck = threading.Event()
+        self.has_unsent = threading.Event()
 
     def receive(self, seconds: float | None) -> Any:
         while seconds is None and self.script and self.script[0] is None:
@@ -221,7 +221,7 @@ def test_a_request_is_held_until_its_guide_is_there_and_others_are_not() -> None
         for out in m.outputs
         if out.finish_reason
     ]
-    assert begun == ["a", "g"] and ended[0] == "a" and not loop.held
+    assert begun == ["a", "g"] and ended[0] == "a" and not loop.compiling
     taken = next(i for i, m in enumerate(sent) if isinstance(m, Accepted))
     assert taken < next(
         i
@@ -241,12 +241,12 @@ def test_what_cannot_be_compiled_is_refused() -> None:
     assert [m for m in sent if isinstance(m, Refused)] == [
         Refused("g", "no such thing", "structured_outputs", "invalid_structured_output")
     ]
-    assert not loop.held and not loop.engine.scheduler.live
+    assert not loop.compiling and not loop.engine.scheduler.live
 
 
 def test_a_held_request_can_be_aborted() -> None:
     loop, sent = run([guided("g"), None, Abort(["g"]), *[None] * 5], guides=FakeGuides(20))
-    assert not loop.held and not [m for m in sent if isinstance(m, (Accepted, StepOutputs))]
+    assert not loop.compiling and not [m for m in sent if isinstance(m, (Accepted, StepOutputs))]
 
 
 def test_a_heartbeat_tells_when_work_begins_and_when_it_ends() -> None:

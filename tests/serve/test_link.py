@@ -57,7 +57,7 @@ def talk(
             return send(data)
 
         front._pipe.send = counted  # type: ignore[method-assign]
-        engine = EngineLink(front.other)
+        engine = EngineLink(front.engine_end)
         engine.send(Heartbeat())
         try:
             result = say(front)
@@ -111,7 +111,9 @@ def test_who_said_it_hears_when_it_has_left() -> None:
     async def run() -> None:
         front = FrontLink(lambda message: None)
         told: list[bool] = []
-        front.send(add("a"), lambda: told.append(EngineLink(front.other).receive(0) is not None))
+        front.send(
+            add("a"), lambda: told.append(EngineLink(front.engine_end).receive(0) is not None)
+        )
         assert not told
         await asyncio.sleep(0.05)
         front.close()
@@ -191,15 +193,15 @@ def test_a_front_that_does_not_read_holds_up_no_engine_and_misses_nothing() -> N
 
     async def run() -> None:
         front = FrontLink(heard.append)
-        engine = EngineLink(front.other)
+        engine = EngineLink(front.engine_end)
         begun = time.monotonic()
         for message in said:
             engine.send(message)
-        assert time.monotonic() - begun < 1 and engine.stuck.is_set() and not heard
+        assert time.monotonic() - begun < 1 and engine.has_unsent.is_set() and not heard
         while len(heard) < len(said):
             engine.push(0)
             await asyncio.sleep(0)
-        assert not engine.stuck.is_set()
+        assert not engine.has_unsent.is_set()
         front.close()
 
     asyncio.run(asyncio.wait_for(run(), 20))
@@ -209,7 +211,7 @@ def test_a_front_that_does_not_read_holds_up_no_engine_and_misses_nothing() -> N
 def test_an_engine_that_does_not_read_holds_up_no_front_and_misses_nothing() -> None:
     async def run() -> None:
         front = FrontLink(lambda message: None)
-        engine, said = EngineLink(front.other), [Abort([f"{i}" * 500]) for i in range(3000)]
+        engine, said = EngineLink(front.engine_end), [Abort([f"{i}" * 500]) for i in range(3000)]
         for message in said:
             front.send(message)
         heard: list[ToEngine] = []
@@ -228,10 +230,10 @@ def test_what_an_engine_said_last_is_heard_after_its_end() -> None:
 
     async def run() -> None:
         front = FrontLink(heard.append)
-        engine = EngineLink(front.other)
+        engine = EngineLink(front.engine_end)
         engine.send(EngineFailed("the model cannot be served"))
         engine.close()
-        front.other.close()
+        front.engine_end.close()
         front.close()
 
     asyncio.run(run())
@@ -248,7 +250,7 @@ def test_one_message_that_nobody_can_use_takes_no_other_with_it() -> None:
 
     async def run() -> None:
         front = FrontLink(deliver)
-        engine = EngineLink(front.other)
+        engine = EngineLink(front.engine_end)
         engine.send(Heartbeat(steps=1))
         engine.send(Heartbeat(steps=2))
         await asyncio.sleep(0.05)
@@ -261,7 +263,7 @@ def test_one_message_that_nobody_can_use_takes_no_other_with_it() -> None:
 def test_an_engine_whose_front_is_gone_ends() -> None:
     async def run() -> None:
         front = FrontLink(lambda message: None)
-        other = front.other.dup()
+        other = front.engine_end.dup()
         front.close()
         engine = EngineLink(other)
         engine.send(Heartbeat())  # to nobody, and no error

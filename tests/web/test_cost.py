@@ -50,7 +50,7 @@ def viewer() -> Iterator[Sink]:
     link = EngineLink(ours)
     try:
         yield lambda lines, is_start: link.send(EventLines(lines, is_start))
-        assert not link.stuck.is_set()
+        assert not link.has_unsent.is_set()
     finally:
         ours.close()
         reader.wait()

@@ -6,7 +6,7 @@
 A message is its length followed by msgpack. The two sockets are a connected pair without a name,
 so no other process can connect to them. The engine process inherits its end. Each engine process
 gets a new pair, so that a message from an earlier engine process cannot be mistaken for a new one.
-Sending never blocks: data for which the socket has no room is kept and sent later. There is no
+Sending never blocks: data for which the socket has no room is buffered and sent later. There is no
 extra thread between the processes. With the two threads of ZeroMQ, a message to an idle engine took
 0.2 ms longer, and a reply 0.1 ms (docs/LOG.md, "The link").
 
@@ -44,12 +44,12 @@ log = logging.getLogger(__name__)
 LENGTH = struct.Struct("<I")
 READ_SIZE = 2**18  # The number of bytes that are read at a time.
 SMALL_MESSAGE = 2**16  # Messages with fewer bytes are joined, so that fewer parts are sent.
-LONGEST_WAIT = 0.001  # A message may wait this many seconds for others to be sent with it.
+LONGEST_WAIT = 0.001  # A message waits at most this many seconds for others to be sent with it.
 CLOSE_SECONDS = 0.5  # An engine process that ends has this time to send its last message.
 
 
-def frame(data: bytes) -> bytes:
-    return LENGTH.pack(len(data)) + data
+def frame(message: bytes) -> bytes:
+    return LENGTH.pack(len(message)) + message
 
 
 def frames(*messages: bytes | bytearray) -> list[bytes | bytearray]:
@@ -79,8 +79,8 @@ class Pipe:
         self._received = bytearray()
         # An incomplete message of more than READ_SIZE bytes, and how many of them have arrived.
         self._large: bytearray | None = None
-        self._large_size = 0
-        self._unsent: deque[memoryview] = deque()
+        self._large_received = 0
+        self._unsent_parts: deque[memoryview] = deque()
         # Read into the same memory again and again: the C library maps new memory for each block of
         # this size (return_large_blocks), which would cost a fifth of the time of a small request.
         self._buffer = memoryview(bytearray(READ_SIZE))
@@ -118,35 +118,35 @@ class Pipe:
         self._received.clear()
         self._large = bytearray(length)
         self._large[: len(beginning)] = beginning
-        self._large_size = len(beginning)
+        self._large_received = len(beginning)
 
     def _receive_large(self, message: bytearray) -> list[bytes | bytearray]:
-        end = min(self._large_size + READ_SIZE, len(message))
-        count = self.socket.recv_into(memoryview(message)[self._large_size : end])
+        end = min(self._large_received + READ_SIZE, len(message))
+        count = self.socket.recv_into(memoryview(message)[self._large_received : end])
         self.closed = not count
-        self._large_size += count
-        if self._large_size < len(message):
+        self._large_received += count
+        if self._large_received < len(message):
             return []
         self._large = None
         return [message]
 
     def send(self, *parts: bytes | bytearray) -> bool:
-        """Send these parts after the data that was kept before. Returns whether nothing is left."""
-        self._unsent.extend(memoryview(part) for part in parts if part)
+        """Send these parts after the unsent ones. Returns whether all parts are sent."""
+        self._unsent_parts.extend(memoryview(part) for part in parts if part)
         try:
-            while self._unsent:
-                first = self._unsent.popleft()
-                sent = self.socket.send(first)
-                if sent < len(first):
-                    self._unsent.appendleft(first[sent:])
+            while self._unsent_parts:
+                part = self._unsent_parts.popleft()
+                num_sent = self.socket.send(part)
+                if num_sent < len(part):
+                    self._unsent_parts.appendleft(part[num_sent:])
         except BlockingIOError:
-            self._unsent.appendleft(first)
+            self._unsent_parts.appendleft(part)
         except OSError as error:
             if error.errno in (errno.ENOBUFS, errno.ENOMEM):  # The system is short of memory.
-                self._unsent.appendleft(first)
+                self._unsent_parts.appendleft(part)
             else:  # The other process has ended. The supervisor detects that.
-                self._unsent.clear()
-        return not self._unsent
+                self._unsent_parts.clear()
+        return not self._unsent_parts
 
 
 class FrontLink:
@@ -161,56 +161,61 @@ class FrontLink:
 
     def __init__(
         self,
-        deliver: Callable[[ToFront], None],
-        requested: Callable[[], float] = lambda: 0,
+        on_message: Callable[[ToFront], None],
+        count_requested: Callable[[], float] = lambda: 0,
     ):
-        """Create the link. `requested` returns the number of open requests, sent or unsent."""
-        mine, self.other = socket.socketpair()
-        self._pipe = Pipe(mine)
-        self._descriptor = mine.fileno()
-        self._deliver = deliver
-        self._requested = requested
-        self._unsent: list[ToEngine] = []
-        self._callbacks: list[Callable[[], None]] = []  # They run when the messages are sent.
-        self._since = 0.0  # The time at which the first unsent message was added.
-        self._open = True
+        """Create the link.
+
+        `on_message` is called with each message of the engine. `count_requested` returns the
+        number of open requests, sent or unsent.
+        """
+        front_end, self.engine_end = socket.socketpair()
+        self._pipe = Pipe(front_end)
+        self._descriptor = front_end.fileno()
+        self._on_message = on_message
+        self._count_requested = count_requested
+        self._unsent_messages: list[ToEngine] = []
+        self._sent_callbacks: list[Callable[[], None]] = []  # They run when the messages are sent.
+        self._first_added = 0.0  # The time at which the first unsent message was added.
+        self._is_open = True
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._readable)
 
-    def given(self) -> None:
+    def close_engine_end(self) -> None:
         """Close this process's copy of the engine's end, after the engine process inherited it.
 
         This process can then detect that the engine process closes its end.
         """
-        self.other.close()
+        self.engine_end.close()
 
     def send(self, message: ToEngine, on_sent: Callable[[], None] | None = None) -> None:
         """Send a message, and call `on_sent` afterwards."""
         now = time.monotonic()
-        if not self._unsent:
-            self._since = now
-            self._loop.call_soon(self._end_turn, 0)
-        self._unsent.append(message)
+        if not self._unsent_messages:
+            self._first_added = now
+            self._loop.call_soon(self._flush_when_quiet, 0)
+        self._unsent_messages.append(message)
         if on_sent is not None:
-            self._callbacks.append(on_sent)
-        if self._requested() > len(self._unsent) or now - self._since > LONGEST_WAIT:
+            self._sent_callbacks.append(on_sent)
+        has_sent_requests = self._count_requested() > len(self._unsent_messages)
+        if has_sent_requests or now - self._first_added > LONGEST_WAIT:
             self._flush()
 
-    def _end_turn(self, count_before: int) -> None:
+    def _flush_when_quiet(self, count_before: int) -> None:
         """Send the messages if there are still `count_before`, or if they have waited too long."""
-        waited = time.monotonic() - self._since
-        if len(self._unsent) > count_before and waited < LONGEST_WAIT:
-            self._loop.call_soon(self._end_turn, len(self._unsent))
+        waited = time.monotonic() - self._first_added
+        if len(self._unsent_messages) > count_before and waited < LONGEST_WAIT:
+            self._loop.call_soon(self._flush_when_quiet, len(self._unsent_messages))
         else:
             self._flush()
 
     def _flush(self) -> None:
-        if not self._unsent or not self._open:
+        if not self._unsent_messages or not self._is_open:
             return
-        messages = self._unsent
-        self._unsent = []
-        callbacks = self._callbacks
-        self._callbacks = []
+        messages = self._unsent_messages
+        self._unsent_messages = []
+        callbacks = self._sent_callbacks
+        self._sent_callbacks = []
         now = time.monotonic()
         encoded: list[bytes] = []
         for message in messages:
@@ -222,7 +227,7 @@ class FrontLink:
                 log.exception("cannot encode a message to the engine")
                 if type(message) is Add:
                     refusal = Refused(message.id, "the request cannot be sent to the engine")
-                    self._loop.call_soon(self._deliver, refusal)
+                    self._loop.call_soon(self._on_message, refusal)
         if not self._pipe.send(b"".join(encoded)):
             self._loop.add_writer(self._descriptor, self._writable)
         for callback in callbacks:
@@ -235,9 +240,9 @@ class FrontLink:
     def _readable(self) -> bool:
         """Read once and deliver the complete messages. Returns whether anything was read."""
         messages = self._pipe.receive()
-        for data in messages or ():
+        for message in messages or ():
             try:
-                self._deliver(decode_to_front(data))
+                self._on_message(decode_to_front(message))
             except Exception:  # The other messages must be delivered all the same.
                 log.exception("cannot process a message from the engine")
         if self._pipe.closed:
@@ -248,11 +253,11 @@ class FrontLink:
         """Deliver the last messages of the engine, then close both ends."""
         while not self._pipe.closed and self._readable():
             pass
-        self._open = False
+        self._is_open = False
         self._loop.remove_reader(self._descriptor)
         self._loop.remove_writer(self._descriptor)
         self._pipe.socket.close()
-        self.other.close()
+        self.engine_end.close()
 
 
 class EngineLink:
@@ -264,23 +269,23 @@ class EngineLink:
         self._messages: deque[bytes | bytearray] = deque()
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
-        # Set while unsent data is kept. The heartbeat thread then calls push().
-        self.stuck = threading.Event()
+        # This is set while some data is unsent. The heartbeat thread then calls push().
+        self.has_unsent = threading.Event()
 
     def send(self, message: ToFront) -> None:
-        data = frame(encode(message))
+        framed = frame(encode(message))
         with self._lock:
-            if not self._pipe.send(data):
-                self.stuck.set()
+            if not self._pipe.send(framed):
+                self.has_unsent.set()
 
     def push(self, seconds: float) -> None:
-        """Wait until the socket has room, at most `seconds`, and send the data that was kept."""
+        """Wait until the socket has room, at most `seconds`, and send the unsent data."""
         writable = select.poll()
         writable.register(self._pipe.socket, select.POLLOUT)
         writable.poll(max(seconds, 0) * 1000)
         with self._lock:
             if self._pipe.send():
-                self.stuck.clear()
+                self.has_unsent.clear()
 
     def receive(self, seconds: float | None) -> ToEngine | None:
         """Return the next message, or None if none arrives within `seconds`.
@@ -300,18 +305,18 @@ class EngineLink:
                     if seconds == 0:
                         return None
                     continue
-            data = self._messages.popleft()
+            message = self._messages.popleft()
             try:
-                return decode_to_engine(data)
+                return decode_to_engine(message)
             except msgspec.ValidationError as error:
                 # The front process validates requests, so only a bug there can cause this.
                 log.error("cannot decode a message to the engine: %s", error)
-                fields: list[Any] = msgspec.msgpack.decode(data, type=list)
+                fields: list[Any] = msgspec.msgpack.decode(message, type=list)
                 if fields[0] == "Add":
                     self.send(Refused(str(fields[1]), "the engine cannot decode this request"))
 
     def close(self) -> None:
-        """Send the data that was kept, for at most CLOSE_SECONDS."""
+        """Send the unsent data, for at most CLOSE_SECONDS."""
         deadline = time.monotonic() + CLOSE_SECONDS
-        while self.stuck.is_set() and time.monotonic() < deadline:
+        while self.has_unsent.is_set() and time.monotonic() < deadline:
             self.push(deadline - time.monotonic())

@@ -3,7 +3,7 @@
 The process ends when the front process that started it ends. It has these threads:
 
     main thread    receives messages, runs steps and sends results; it waits on the socket when idle
-    guide threads  compile structured output (octavo/text/guide.py) while the request is held
+    guide threads  compile structured output (octavo/text/guide.py) before its request is queued
     heartbeat      sends a heartbeat four times a second, and data for which the socket had no room
 
 Messages wait in the queue of the socket, and sending never blocks (sockets.py). This process
@@ -79,11 +79,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 0.25
-LOST_EXIT = 3  # the exit code after the device or a rank is lost
+LOST_EXIT_CODE = 3  # The process exits with this code after it has lost the device or a rank.
 # Operations per second of the slowest core and the slowest GPU that are supported.
 SLOWEST = {"cpu": 5e9, "cuda": 5e13}
 POLL_SECONDS = 0.002  # An idle engine checks this often whether guides are compiled.
-MAX_DUMPED = 64  # The log of a violated invariant has this many sequences, and blocks of each.
+# The log of a violated invariant has at most this many sequences, and blocks of each sequence.
+MAX_DUMPED = 64
 # Why a request never arrives at the scheduler (RequestRefused.reason).
 COMPILATION_ABORTED = "it was aborted while its structured output was compiled"
 INVALID_STRUCTURE = "its structured output is not valid"
@@ -122,18 +123,20 @@ class EngineLoop:
         self.link = link
         self.guides = guides
         self.check_interval = check_interval
-        self.checked = time.monotonic()
+        self.last_check = time.monotonic()
         self.checks = 0
         self.check_failures = 0
-        self.held: dict[str, tuple[Add, Compilation]] = {}  # Their guides are being compiled.
+        # The requests whose guide is being compiled, by their id.
+        self.compiling: dict[str, tuple[Add, Compilation]] = {}
         # For requests that are not streamed: the tokens of each sequence after its first one.
         self.unsent_tokens: dict[str, dict[int, list[int]]] = {}
         token_budget = engine.scheduler.schedule.max_num_batched_tokens
-        self.counts = StepCounts(engine.events, token_budget)
+        self.step_counts = StepCounts(engine.events, token_budget)
         self.long_steps = LongSteps(engine.events, seconds_per_token, self._announce_long_step)
-        self.stream = stream or EventStream(engine)
-        self.watched = False  # A live page is open.
-        self.lines_lost = False  # The front did not read, and needs a snapshot.
+        self.stream = EventStream(engine) if stream is None else stream
+        self.watched = False  # True means that a live page is open.
+        # Lines were dropped because the front process did not read. It needs a snapshot.
+        self.dropped_lines = False
         self.tracer: RequestTracer | None = None  # It exists from the first traced request on.
         # The values that were last sent to the front process.
         self.step_seconds = 0.0
@@ -146,7 +149,7 @@ class EngineLoop:
         engine = self.engine
         updated_at = 0.0
         while True:
-            was_idle = False
+            was_idle = False  # Whether the engine was idle when one of the messages arrived.
             while (message := self.link.receive(self._receive_timeout())) is not None:
                 was_idle = was_idle or engine.idle
                 if isinstance(message, Shutdown):
@@ -161,9 +164,9 @@ class EngineLoop:
             if self.kv_publisher is not None:
                 self.kv_publisher.flush()
             now = time.monotonic()
-            is_idle = engine.idle and not self.held
-            if self.check_interval and now - self.checked > self.check_interval:
-                self.checked = now
+            is_idle = engine.idle and not self.compiling
+            if self.check_interval and now - self.last_check > self.check_interval:
+                self.last_check = now
                 self._check()
             if was_idle or is_idle or now - updated_at > HEARTBEAT_SECONDS:
                 updated_at = now
@@ -175,7 +178,7 @@ class EngineLoop:
         """Return how many seconds to wait for a message, or None to wait without a limit."""
         if not self.engine.idle:
             return 0.0
-        return POLL_SECONDS if self.held else None
+        return POLL_SECONDS if self.compiling else None
 
     def _handle(self, message: ToEngine) -> None:
         engine = self.engine
@@ -186,7 +189,7 @@ class EngineLoop:
             elif spec is None:
                 self._add(message, self.guides.around_reasoning(message.params, None))
             else:
-                self.held[message.id] = message, self.guides.start(spec)
+                self.compiling[message.id] = message, self.guides.start(spec)
                 if GuideStarted in engine.events.listeners:
                     engine.events.emit(GuideStarted(message.id, len(message.prompt)))
         elif isinstance(message, Abort):
@@ -202,16 +205,16 @@ class EngineLoop:
         elif isinstance(message, ClearCache):
             engine.scheduler.clear_cache()
             if self.kv_publisher is not None:
-                self.kv_publisher.flush()  # An idle engine has no next step that does it.
+                self.kv_publisher.flush()  # An idle engine has no next step that would flush it.
 
     def _abort(self, request_ids: list[str]) -> None:
         num_unsent = 0
         for request_id in request_ids:
-            if self.held.pop(request_id, None) is not None:
+            if self.compiling.pop(request_id, None) is not None:
                 self._report_refusal(request_id, COMPILATION_ABORTED)
             num_unsent += sum(map(len, self.unsent_tokens.pop(request_id, {}).values()))
             self.engine.abort(request_id)
-        is_idle = self.engine.idle and not self.held
+        is_idle = self.engine.idle and not self.compiling
         was_saturated = self.saturated
         self.saturated = self.saturated and not is_idle
         if num_unsent or was_saturated != self.saturated:
@@ -261,8 +264,8 @@ class EngineLoop:
         return True
 
     def _add_compiled(self) -> None:
-        """Queue held requests whose guide is compiled, and refuse those with an invalid guide."""
-        for request_id, (message, compilation) in list(self.held.items()):
+        """Queue requests whose guide is compiled, and refuse those whose guide is invalid."""
+        for request_id, (message, compilation) in list(self.compiling.items()):
             try:
                 guide = compilation.poll()
             except InvalidRequest as error:
@@ -274,29 +277,34 @@ class EngineLoop:
                 assert self.guides is not None
                 if self._add(message, self.guides.around_reasoning(message.params, guide)):
                     self.link.send(Accepted(request_id))
-            del self.held[request_id]
+            del self.compiling[request_id]
 
     def send(self, outputs: list[Output]) -> None:
         """Send the outputs of a step, and changes of state that the front process needs."""
-        admitted = self.counts.take_admitted()
+        admitted = self.step_counts.take_admitted()
         if self.engine.idle:
             self.stream.flush()
-        if self.lines_lost and not self.link.stuck.is_set():
+        if self.dropped_lines and not self.link.has_unsent.is_set():
             self.stream.add_snapshot()
         if self.unsent_tokens:
-            outputs = [output for output in outputs if self._is_due(output)]
-        before = (self.step_seconds, self.saturated)
+            outputs = [output for output in outputs if self._is_sent_now(output)]
+        sent_before = (self.step_seconds, self.saturated)
         self.step_seconds = self.long_steps.longest
         self.saturated = self.engine.scheduler.saturated
         # If all requests were aborted, no later message would report these steps.
-        has_last_steps = self.counts.has_steps and self.engine.idle
-        if outputs or admitted or has_last_steps or (self.step_seconds, self.saturated) != before:
-            steps = self.counts.take_step_tokens()
+        has_last_steps = self.step_counts.has_steps and self.engine.idle
+        if (
+            outputs
+            or admitted
+            or has_last_steps
+            or (self.step_seconds, self.saturated) != sent_before
+        ):
+            step_tokens = self.step_counts.take_step_tokens()
             self.link.send(
                 StepOutputs(
                     outputs,
                     admitted,
-                    steps,
+                    step_tokens,
                     step_seconds=self.step_seconds,
                     saturated=self.saturated,
                 )
@@ -309,16 +317,16 @@ class EngineLoop:
         admitted.
         """
         self.step_seconds = max(seconds, self.step_seconds)
-        admitted = self.counts.take_admitted()
+        admitted = self.step_counts.take_admitted()
         self.link.send(
             StepOutputs([], admitted, [], step_seconds=self.step_seconds, saturated=self.saturated)
         )
 
     def _watch(self, on: bool) -> None:
-        """Start or stop to send the event stream to the front process."""
+        """Start or stop sending the event stream to the front process."""
         if on != self.watched:
             self.watched = on
-            self.lines_lost = False
+            self.dropped_lines = False
             if on:
                 self.stream.open(self._send_lines)
             else:
@@ -327,12 +335,13 @@ class EngineLoop:
     def _send_lines(self, lines: bytes, is_start: bool) -> None:
         """Send lines of the event stream, unless the front process does not read.
 
-        Nothing is kept for a front process that does not read. It gets a snapshot when it does.
+        Lines are dropped while the front process does not read. It gets a snapshot when it reads
+        again.
         """
-        if self.link.stuck.is_set():
-            self.lines_lost = True
-        elif is_start or not self.lines_lost:
-            self.lines_lost = False
+        if self.link.has_unsent.is_set():
+            self.dropped_lines = True
+        elif is_start or not self.dropped_lines:
+            self.dropped_lines = False
             self.link.send(EventLines(lines, is_start))
 
     def _change_settings(self, changes: dict[str, Any]) -> None:
@@ -350,7 +359,7 @@ class EngineLoop:
             events.emit(RequestRefused(request_id, reason))
             self.stream.flush()
 
-    def _is_due(self, output: Output) -> bool:
+    def _is_sent_now(self, output: Output) -> bool:
         """Return whether an output is sent now.
 
         If a request is not streamed, its tokens are sent with its last output, because a message
@@ -424,8 +433,8 @@ class EngineLoop:
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
             copies=counters.copies,
-            prefill_tokens=self.counts.prefill_tokens,
-            decode_tokens=self.counts.decode_tokens,
+            prefill_tokens=self.step_counts.prefill_tokens,
+            decode_tokens=self.step_counts.decode_tokens,
             seconds={name: getattr(self.engine.host_time, name) for name in HOST_TIMES},
             recomputed_tokens=counters.recomputed_tokens,
             tiers=tier_state(scheduler.tiers) if scheduler.tiers is not None else {},
@@ -440,17 +449,17 @@ class EngineLoop:
             drafted_tokens=drafts.drafted,
             accepted_tokens=drafts.accepted,
             accepted_at=list(drafts.accepted_at),
-            prefill_steps=self.counts.prefill_steps,
-            full_steps=self.counts.full_steps,
-            prefill_seconds=self.counts.prefill_seconds,
-            decode_seconds=self.counts.decode_seconds,
+            prefill_steps=self.step_counts.prefill_steps,
+            full_steps=self.step_counts.full_steps,
+            prefill_seconds=self.step_counts.prefill_seconds,
+            decode_seconds=self.step_counts.decode_seconds,
             rss_bytes=rss_bytes(),
             gpu_bytes=gpu_bytes(),
         )
 
 
 def gpu_bytes() -> dict[str, int]:
-    """Return the memory of this process on its GPU, or nothing without one."""
+    """Return the memory of this process on its GPU. The result is empty without a GPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return {}
@@ -480,7 +489,7 @@ def describe_sequence(seq: Sequence) -> dict[str, Any]:
 def tier_state(tiers: TierIndex) -> dict[str, float]:
     """Return the counters of the tiers, and how many host blocks are in each state."""
     state: dict[str, float] = {
-        name: value for name, value in asdict(tiers.counters).items() if name != "misses"
+        name: count for name, count in asdict(tiers.counters).items() if name != "misses"
     }
     cached = len(tiers.ready)
     free = len(tiers.free_blocks)
@@ -506,10 +515,10 @@ class HeartbeatThread(threading.Thread):
 
     def run(self) -> None:
         while True:
-            due = time.monotonic() + HEARTBEAT_SECONDS
-            while (left := due - time.monotonic()) > 0:
-                if self.link.stuck.wait(left):
-                    self.link.push(due - time.monotonic())
+            next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
+            while (remaining := next_heartbeat - time.monotonic()) > 0:
+                if self.link.has_unsent.wait(remaining):
+                    self.link.push(next_heartbeat - time.monotonic())
             self.link.send(self.loop.heartbeat if self.loop else Heartbeat())
 
 
@@ -519,24 +528,24 @@ def build(start: Start, link: EngineLink) -> LLM:
     from octavo.ops.cpu.thread_pool import report_compilation
 
     @contextlib.contextmanager
-    def compiling() -> Iterator[None]:
+    def on_compilation() -> Iterator[None]:
         link.send(Phase("compiling"))
         yield
         link.send(Phase("allocating"))
 
-    report_compilation(compiling)
-    last = 0.0
+    report_compilation(on_compilation)
+    reported = 0.0
 
     def progress(fraction: float) -> None:
-        nonlocal last
+        nonlocal reported
         if fraction >= 1:
             link.send(Phase("allocating"))
-        elif fraction - last >= 0.01:
-            last = fraction
+        elif fraction - reported >= 0.01:
+            reported = fraction
             link.send(Phase("loading", fraction))
 
     link.send(Phase("loading", 0.0))
-    # The stream of the loop is recorded, and begins after the steps that warm up.
+    # main() records the event stream after the steps that warm up, so the LLM must not record it.
     options = replace(start.options, record_events=None)
     llm = LLM.from_options(start.model, options, progress)
     link.send(describe(llm, start.options.tokenizer))
@@ -544,7 +553,7 @@ def build(start: Start, link: EngineLink) -> LLM:
 
 
 def describe(llm: LLM, tokenizer: str | None) -> Loaded:
-    """Describe the model to the front."""
+    """Return the message that describes the model to the front process."""
     metadata = llm.checkpoint.gguf_metadata if tokenizer is None else None
     gguf = None
     if metadata is not None:
@@ -632,7 +641,7 @@ def device_alive(llm: LLM) -> bool:
 def exit_without_rank(reason: str) -> None:
     """End this process after a rank has ended. The supervisor then restarts all ranks."""
     log.critical("%s: the engine process exits, and a new one is started", reason)
-    os._exit(LOST_EXIT)  # The main thread may wait for the rank.
+    os._exit(LOST_EXIT_CODE)  # The main thread may wait for the rank.
 
 
 def main(end: str, stacks: int) -> int:
@@ -681,7 +690,7 @@ def main(end: str, stacks: int) -> int:
         llm.ranks.on_loss = exit_without_rank
     heartbeats.loop = loop
     gc.collect()
-    # These objects are permanent. Visiting them takes the collector 50 ms or more during a step.
+    # These objects are permanent. The garbage collector would spend 50 ms or more on them.
     gc.freeze()
     return_free_memory()
     link.send(Ready())
@@ -689,7 +698,7 @@ def main(end: str, stacks: int) -> int:
         loop.run()
     except DeviceLost as error:
         log.critical("%s: the engine process exits, and a new one is started", error)
-        os._exit(LOST_EXIT)  # A normal exit would use the device, and would hang.
+        os._exit(LOST_EXIT_CODE)  # A normal exit would use the device, and would hang.
     if kv_publisher is not None:
         kv_publisher.close()
     llm.close()

@@ -1,4 +1,4 @@
-"""Publishes what the prefix cache holds, over ZeroMQ in the format of vLLM's KV events.
+"""Publishes the changes of the prefix cache over ZeroMQ, in the format of vLLM's KV events.
 
 The publisher listens to the engine's events (octavo/events.py). The engine loop calls `flush` after
 each step, which sends the changes of the step as one batch. A batch is a message of three frames:
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 MEDIUM = "GPU"  # vLLM's name for the memory of the device, also if that is a CPU.
 RANK = 0  # There is one engine, so there is one data-parallel rank.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-POLL_MILLISECONDS = 200  # The thread checks this often whether the publisher is closed.
+POLL_MILLISECONDS = 200  # The interval at which the thread checks whether the publisher is closed.
 CLEARED: dict[str, Any] = {"type": "AllBlocksCleared"}
 
 
@@ -37,10 +37,10 @@ class KVPublisher:
         self.topic = config.topic.encode()
         self.sequence = 0
         self._encode = msgspec.msgpack.Encoder().encode
-        # A router may know an earlier engine process, whose cache is lost.
-        self._changes: list[dict[str, Any]] = [CLEARED]
-        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
-        self._lock = threading.Lock()  # For the buffer, which the thread reads.
+        # A router may know the blocks of an earlier engine process, which are lost.
+        self._unsent_changes: list[dict[str, Any]] = [CLEARED]
+        self._sent_batches: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._lock = threading.Lock()  # It guards `_sent_batches`, which the replay thread reads.
         self._closed = threading.Event()
         self._context = zmq.Context()
         self._thread: threading.Thread | None = None
@@ -48,8 +48,9 @@ class KVPublisher:
             self._publish_socket = self._open_publish_socket()
             if config.replay_endpoint is not None:
                 replay_socket = self._context.socket(zmq.ROUTER)
-                replay_socket.set_hwm(0)  # A replay is sent whole: its size is bounded already.
-                self._open(replay_socket, config.replay_endpoint, binds=True)
+                # ZeroMQ must not drop a part of a replay. `buffer_steps` limits its size.
+                replay_socket.set_hwm(0)
+                self._attach(replay_socket, config.replay_endpoint, binds=True)
                 self._thread = threading.Thread(
                     target=self._answer_replays, args=(replay_socket,), daemon=True, name="replay"
                 )
@@ -61,19 +62,20 @@ class KVPublisher:
 
     def _open_publish_socket(self) -> zmq.Socket[bytes]:
         endpoint = self.config.endpoint
-        found = self._context.socket(zmq.PUB)
-        found.set_hwm(self.config.hwm)
+        publish_socket = self._context.socket(zmq.PUB)
+        publish_socket.set_hwm(self.config.hwm)
         binds = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
-        self._open(found, endpoint, binds)
-        return found
+        self._attach(publish_socket, endpoint, binds)
+        return publish_socket
 
-    def _open(self, found: zmq.Socket[bytes], endpoint: str, binds: bool) -> None:
-        found.linger = 0
+    def _attach(self, zmq_socket: zmq.Socket[bytes], endpoint: str, binds: bool) -> None:
+        """Bind a socket to an endpoint, or connect it. Raises OctavoError if that fails."""
+        zmq_socket.linger = 0
         try:
             if binds:
-                found.bind(endpoint)
+                zmq_socket.bind(endpoint)
             else:
-                found.connect(endpoint)
+                zmq_socket.connect(endpoint)
         except zmq.ZMQError as error:
             verb = "bind" if binds else "connect"
             raise OctavoError(
@@ -89,18 +91,18 @@ class KVPublisher:
         elif isinstance(event, BlockEvicted):
             self._add_removed(event)
         elif isinstance(event, CacheCleared):
-            self._changes.append(CLEARED)
+            self._unsent_changes.append(CLEARED)
 
     def _add_stored(self, event: BlockPublished) -> None:
         """Add a block. Consecutive blocks of one prompt become one change, as in vLLM."""
         content_hash = short_hash(event.content_hash)
         parent = short_hash(event.parent_hash) if event.parent_hash else None
-        last = self._changes[-1] if self._changes else CLEARED
-        if last["type"] == "BlockStored" and last["block_hashes"][-1] == parent:
-            last["block_hashes"].append(content_hash)
-            last["token_ids"] += event.tokens
+        previous = self._unsent_changes[-1] if self._unsent_changes else CLEARED
+        if previous["type"] == "BlockStored" and previous["block_hashes"][-1] == parent:
+            previous["block_hashes"].append(content_hash)
+            previous["token_ids"] += event.tokens
             return
-        self._changes.append(
+        self._unsent_changes.append(
             {
                 "type": "BlockStored",
                 "block_hashes": [content_hash],
@@ -115,27 +117,27 @@ class KVPublisher:
 
     def _add_removed(self, event: BlockEvicted) -> None:
         content_hash = short_hash(event.content_hash)
-        last = self._changes[-1] if self._changes else CLEARED
-        if last["type"] == "BlockRemoved":
-            last["block_hashes"].append(content_hash)
+        previous = self._unsent_changes[-1] if self._unsent_changes else CLEARED
+        if previous["type"] == "BlockRemoved":
+            previous["block_hashes"].append(content_hash)
             return
-        self._changes.append(
+        self._unsent_changes.append(
             {"type": "BlockRemoved", "block_hashes": [content_hash], "medium": MEDIUM}
         )
 
     def flush(self) -> None:
         """Send the changes since the last call as one batch. This never waits."""
-        if not self._changes:
+        if not self._unsent_changes:
             return
-        changes: list[Any] = self._changes
-        self._changes = []
+        changes: list[Any] = self._unsent_changes
+        self._unsent_changes = []
         if self.config.encoding == "array":
             changes = [list(change.values()) for change in changes]
         payload = self._encode([time.time(), changes, RANK])
         number = self.sequence.to_bytes(8, "big")
         self.sequence += 1
         with self._lock:
-            self._buffer.append((number, payload))
+            self._sent_batches.append((number, payload))
         self._publish_socket.send_multipart((self.topic, number, payload))
 
     def close(self) -> None:
@@ -145,7 +147,7 @@ class KVPublisher:
             self._thread.join()
         self._context.destroy(linger=0)
 
-    # ---- the thread ------------------------------------------------------------------------------
+    # ---- the replay thread -----------------------------------------------------------------------
 
     def _answer_replays(self, replay_socket: zmq.Socket[bytes]) -> None:
         while not self._closed.is_set():
@@ -153,7 +155,7 @@ class KVPublisher:
                 self._answer_replay(replay_socket)
 
     def _answer_replay(self, replay_socket: zmq.Socket[bytes]) -> None:
-        """Send the batches from a number on, and an empty one with the number -1 at the end."""
+        """Send the batches from the requested number on, then an empty batch with the number -1."""
         frames = replay_socket.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
             log.warning(
@@ -161,11 +163,11 @@ class KVPublisher:
                 "sequence number of eight bytes"
             )
             return
-        client, _, first = frames
+        client, _, first_number = frames
         with self._lock:
-            batches = list(self._buffer)
+            batches = list(self._sent_batches)
         for number, payload in batches:
-            if number >= first:
+            if number >= first_number:
                 replay_socket.send_multipart((client, b"", self.topic, number, payload))
         replay_socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 

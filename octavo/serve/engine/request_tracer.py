@@ -1,7 +1,7 @@
 """Sends the spans of sampled requests to the front process, which exports them.
 
-It exists from the first sampled request on. It listens to the events of the engine, and a request
-that is not sampled costs it nothing but the question whether any other is.
+The tracer is created for the first sampled request. It listens to the events of the engine. For a
+request that is not sampled, it only checks whether any sampled request is open.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.types import Sequence
 class RequestTracer:
     def __init__(self, engine: Engine, send: Callable[[RequestSpans], None]):
         self.send = send
-        self.expected: set[str] = set()  # sampled requests that are about to be queued
+        self.expected: set[str] = set()  # The sampled requests that are about to be queued.
         SequenceSpans(
             events=engine.events,
             clock=engine.scheduler.clock,

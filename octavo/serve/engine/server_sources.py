@@ -15,7 +15,7 @@ from octavo.core.decision_sources import SourceLine, lines_with
 PACKAGE = Path(__file__).parents[2]
 # The code of an error, or "compiling" -> the file, and the beginning of the statement.
 DECIDED_IN = {
-    "compiling": ("serve/engine/engine_process.py", "self.held[message.id] ="),
+    "compiling": ("serve/engine/engine_process.py", "self.compiling[message.id] ="),
     "context_length_exceeded": ("serve/api/validate.py", "raise prompt_too_long("),
     "kv_capacity_exceeded": ("serve/api/validate.py", "raise invalid_field(param, str(KVCapacity"),
     "queue_full": ("serve/front/queue_bound.py", "raise queue_full("),
@@ -29,7 +29,7 @@ DECIDED_IN = {
 def server_sources() -> dict[str, SourceLine]:
     """Return the lines by the keys of DECIDED_IN. The result is empty where there is no source
     code."""
-    found: dict[str, SourceLine] = {}
+    source_lines: dict[str, SourceLine] = {}
     for key, (path, statement) in DECIDED_IN.items():
         file = PACKAGE / path
         if not file.exists():
@@ -37,5 +37,5 @@ def server_sources() -> dict[str, SourceLine]:
         lines = file.read_text(encoding="utf-8").splitlines()
         places = lines_with(f"octavo/{path}", lines, re.compile(re.escape(statement)))
         if places:
-            found[key] = places[0]
-    return found
+            source_lines[key] = places[0]
+    return source_lines

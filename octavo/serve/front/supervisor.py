@@ -179,7 +179,7 @@ class Supervisor:
         try:
             link = self._link = FrontLink(self._receive, self._requested)
             with tempfile.TemporaryFile() as stacks:
-                descriptors = (link.other.fileno(), stacks.fileno())
+                descriptors = (link.engine_end.fileno(), stacks.fileno())
                 self.process = await asyncio.create_subprocess_exec(
                     *self.command,
                     *map(str, descriptors),
@@ -187,7 +187,7 @@ class Supervisor:
                     start_new_session=True,
                     stdin=asyncio.subprocess.DEVNULL,
                 )
-                link.given()
+                link.close_engine_end()
                 link.send(
                     Start(
                         model=self.config.model,
