@@ -35,15 +35,15 @@ from octavo.serve.front.keys import Key
 from octavo.serve.http.internal_request import InternalRequest
 
 log = logging.getLogger(__name__)
-# The server is busy or restarts: the request is sent again later.
+# These errors mean that the server is busy or restarts. The request is sent again later.
 BUSY = frozenset(
     {"queue_full", "queue_timeout", "rate_limit_exceeded", "engine_starting", "engine_restarting"}
 )
-MAX_DELAY = 10.0  # seconds between two attempts
-READY_POLL = 0.1  # seconds between two looks whether the engine is ready
-SAVE_SECONDS = 2.0  # between two records of how far a batch is
-LINE_ATTEMPTS = 3  # attempts for a request that was in the engine when it failed
-WriteLine = Callable[[bytes, bool], None]  # (line, whether the request succeeded)
+MAX_DELAY_SECONDS = 10.0  # The longest time between two attempts of a request.
+READY_POLL_SECONDS = 0.1  # The interval of the checks whether the engine is ready.
+SAVE_SECONDS = 2.0  # The shortest time between two records of a batch's progress.
+LINE_ATTEMPTS = 3  # A request that was in the engine when it failed is sent this many times.
+WriteLine = Callable[[bytes, bool], None]  # It takes a line, and whether the request succeeded.
 
 
 class LineRunner:
@@ -66,20 +66,20 @@ class LineRunner:
                 return reply, request.status < 400
             failures += error.code == "engine_restarting"
             if error.code not in BUSY or failures >= LINE_ATTEMPTS:
-                found = error.encode()
-                return output_line(line.custom_id, error.status, caller.id, found), False
+                encoded_error = error.encode()
+                return output_line(line.custom_id, error.status, caller.id, encoded_error), False
             await asyncio.sleep(error.retry_after or delay)
-            delay = min(2 * delay, MAX_DELAY)
+            delay = min(2 * delay, MAX_DELAY_SECONDS)
 
     async def wait_ready(self) -> None:
         while not self.front.client.ready:
-            await asyncio.sleep(READY_POLL)
+            await asyncio.sleep(READY_POLL_SECONDS)
 
 
 def requests_of(
     path: Path, url: str | None, done: set[str], on_error: Callable[[LineError], None]
 ) -> Iterator[BatchLine]:
-    """Yield the requests of a file that are not done."""
+    """Yield the requests of a file whose ids are not in `done`."""
     for number, text in lines_of(path):
         try:
             line = read_line(number, text, url)
@@ -117,11 +117,11 @@ class BatchRunner:
         self._running: tuple[StoredBatch, asyncio.Task[None]] | None = None
 
     def wake(self) -> None:
-        """Look for batches again."""
+        """Report that there may be a new batch to run."""
         self._work.set()
 
     def cancel(self, batch: StoredBatch) -> None:
-        """End a batch. Replies that it has are kept."""
+        """End a batch. Its output file contains the replies so far."""
         if not batch.is_open:
             return
         batch.move("cancelling")
@@ -131,7 +131,7 @@ class BatchRunner:
             self._finish(batch, "cancelled")
 
     async def run(self) -> None:
-        """Run batches for ever, those of an earlier server first."""
+        """Run the open batches one after the other, the oldest first. This never returns."""
         while True:
             waiting = [batch for batch in self.store.batches.values() if batch.is_open]
             if not waiting:
@@ -156,12 +156,12 @@ class BatchRunner:
                 self._running = None
 
     def _fail(self, batch: StoredBatch, error: Exception) -> None:
-        refusals = [error]
+        causes = [error]
         if isinstance(error, ExceptionGroup):
-            refusals = [one for one in error.exceptions if isinstance(one, ApiError)] or [error]
-        reason = refusals[0]
-        if isinstance(reason, ApiError):
-            batch.refuse(reason.code or "batch_failed", reason.message)
+            causes = [cause for cause in error.exceptions if isinstance(cause, ApiError)] or [error]
+        cause = causes[0]
+        if isinstance(cause, ApiError):
+            batch.refuse(cause.code or "batch_failed", cause.message)
         else:
             log.error("batch %s failed", batch.id, exc_info=error)
             batch.refuse("server_error", "the server failed to run the batch: see its log")
@@ -173,54 +173,54 @@ class BatchRunner:
         if batch.status == "validating":
             batch.total = await asyncio.to_thread(self._validate, source)
             batch.move("in_progress")
-        collected = Collected(self.store, batch)
-        lines = requests_of(source, batch.endpoint, collected.done, collected.refuse)
-        lines = self._until_expiry(batch, lines, collected)
+        replies = ReplyFiles(self.store, batch)
+        lines = requests_of(source, batch.endpoint, replies.done, replies.refuse)
+        lines = self._until_expiry(batch, lines, replies)
         try:
-            await run_lines(self.runner, lines, key, collected.write)
+            await run_lines(self.runner, lines, key, replies.write)
         finally:
-            collected.close()
+            replies.close()
         self._finish(batch, "expired" if time.time() > batch.expires_at else "completed")
 
     def _until_expiry(
-        self, batch: StoredBatch, lines: Iterator[BatchLine], collected: Collected
+        self, batch: StoredBatch, lines: Iterator[BatchLine], replies: ReplyFiles
     ) -> Iterator[BatchLine]:
         for line in lines:
             if time.time() <= batch.expires_at:
                 yield line
             else:
                 message = "the batch expired before this request was sent"
-                collected.write(error_line(line.custom_id, "batch_expired", message), False)
+                replies.write(error_line(line.custom_id, "batch_expired", message), False)
 
     def _key_of(self, batch: StoredBatch) -> Key | None:
         if not batch.owner:
             return None
-        found = [key for key in self.front.keys.keys if key.name == batch.owner]
-        if not found:
+        keys = [key for key in self.front.keys.keys if key.name == batch.owner]
+        if not keys:
             raise ApiError(401, "the API key of this batch no longer exists", "key_not_found")
-        return found[0]
+        return keys[0]
 
     def _validate(self, source: Path) -> int:
-        """Return the number of requests. Raises ApiError for a file that cannot be a batch."""
-        most = self.front.config.limits.batch_lines
-        seen: set[str] = set()
+        """Return the number of requests in a file. Raises ApiError if the file is not a batch."""
+        limit = self.front.config.limits.batch_lines
+        custom_ids: set[str] = set()
         count = 0
         for number, text in lines_of(source):
             count += 1
-            if count > most:
-                raise ApiError(400, f"a batch can have at most {most} requests", "too_many_lines")
+            if count > limit:
+                raise ApiError(400, f"a batch can have at most {limit} requests", "too_many_lines")
             with contextlib.suppress(LineError):
                 custom_id = read_line(number, text, None).custom_id
-                if custom_id in seen:
+                if custom_id in custom_ids:
                     message = f"line {number}: the custom_id {custom_id!r:.80} occurs twice"
                     raise ApiError(400, message, "duplicate_custom_id")
-                seen.add(custom_id)
+                custom_ids.add(custom_id)
         if not count:
             raise ApiError(400, "the input file has no requests", "empty_file")
         return count
 
     def _finish(self, batch: StoredBatch, status: str) -> None:
-        """Turn the collected lines into files, and end the batch."""
+        """Turn the files with replies into stored files, and end the batch."""
         files = self.store.files
         if batch.status != "failed":
             batch.move("finalizing")
@@ -236,8 +236,8 @@ class BatchRunner:
         self.store.save(batch)
 
 
-class Collected:
-    """The lines of a batch that are done. Each is on disk before the next is counted."""
+class ReplyFiles:
+    """The files with the replies of a batch. A line is on disk before it is counted."""
 
     def __init__(self, store: BatchStore, batch: StoredBatch):
         self.store = store
@@ -248,7 +248,7 @@ class Collected:
         batch.failed = len(self.done) - batch.completed
         self._files = {kind: path.open("ab", buffering=0) for kind, path in paths.items()}
         self._bytes = sum(file.tell() for file in self._files.values())
-        self._saved = 0.0
+        self._saved_at = 0.0
 
     def write(self, line: bytes, succeeded: bool) -> None:
         self._bytes += len(line)
@@ -256,8 +256,8 @@ class Collected:
         self._files["output" if succeeded else "error"].write(line)
         self.batch.completed += succeeded
         self.batch.failed += not succeeded
-        if time.monotonic() - self._saved > SAVE_SECONDS:
-            self._saved = time.monotonic()
+        if time.monotonic() - self._saved_at > SAVE_SECONDS:
+            self._saved_at = time.monotonic()
             self.store.save(self.batch)
 
     def refuse(self, error: LineError) -> None:

@@ -17,8 +17,8 @@ from octavo.serve.front.front import BatchStarter
 from octavo.serve.http.exchange import Exchange
 
 PURPOSES = ("batch", "user_data")
-PAGE = 20  # The entries of a list, unless the client asks for more.
-MOST = 100
+DEFAULT_PAGE = 20  # A list has this many entries, unless the client asks for another number.
+MAX_PAGE = 1000
 WRITE_BYTES = 2**20  # A body is written to disk in parts of this size.
 SEND_BYTES = 2**18  # A file is sent in parts of this size.
 
@@ -29,40 +29,42 @@ async def upload(exchange: Exchange) -> None:
     """Store the file of a form, as OpenAI's clients send it."""
     front = exchange.front
     boundary = boundary_of(exchange.scope["octavo.headers"])
-    path = front.files.new_path("upload")
-    content = front.files.new_path("upload")
+    form_path = front.files.new_path("upload")
+    content_path = front.files.new_path("upload")
     try:
-        await receive_to(exchange, path)
-        parts = await asyncio.to_thread(read_parts, path, boundary)
-        file = parts.get("file")
-        purpose = await asyncio.to_thread(parts["purpose"].text, path) if "purpose" in parts else ""
+        await save_body(exchange, form_path)
+        fields = await asyncio.to_thread(read_parts, form_path, boundary)
+        file = fields.get("file")
+        purpose = ""
+        if "purpose" in fields:
+            purpose = await asyncio.to_thread(fields["purpose"].text, form_path)
         if file is None or file.filename is None:
             raise invalid_field("file", "the form must have the field file, with a file")
         if purpose not in PURPOSES:
             raise invalid_field("purpose", f"purpose must be one of {', '.join(PURPOSES)}")
-        await asyncio.to_thread(file.copy, path, content)
-        record = front.files.adopt(content, exchange.caller.owner, file.filename, purpose)
+        await asyncio.to_thread(file.copy, form_path, content_path)
+        record = front.files.adopt(content_path, exchange.caller.owner, file.filename, purpose)
     finally:
-        for leftover in (path, content):
-            leftover.unlink(missing_ok=True)
-    await exchange.reply(record.shown())
+        for path in (form_path, content_path):
+            path.unlink(missing_ok=True)
+    await exchange.reply(record.describe())
 
 
-async def receive_to(exchange: Exchange, path: Path) -> None:
+async def save_body(exchange: Exchange, path: Path) -> None:
     """Write the body of a request to a file, within the limits."""
     limits = exchange.front.config.limits
     received = 0
     buffer = bytearray()
     with path.open("wb") as file:
-        async for part in exchange.parts():
-            received += len(part)
+        async for chunk in exchange.parts():
+            received += len(chunk)
             if received > limits.upload_bytes:
                 raise ApiError(
                     413,
                     f"an upload can have at most {limits.upload_bytes} bytes: split the file",
                     "body_too_large",
                 )
-            buffer += part
+            buffer += chunk
             if len(buffer) >= WRITE_BYTES:
                 exchange.front.files.check_room(received)
                 await asyncio.to_thread(file.write, bytes(buffer))
@@ -73,13 +75,13 @@ async def receive_to(exchange: Exchange, path: Path) -> None:
 
 async def list_files(exchange: Exchange) -> None:
     query = query_of(exchange)
-    found = exchange.front.files.owned(exchange.caller.owner, query.get("purpose"))
-    await exchange.reply(page([record.shown() for record in found], query))
+    records = exchange.front.files.owned(exchange.caller.owner, query.get("purpose"))
+    await exchange.reply(page([record.describe() for record in records], query))
 
 
 async def retrieve_file(exchange: Exchange) -> None:
     record = exchange.front.files.find(exchange.path["id"], exchange.caller.owner)
-    await exchange.reply(record.shown())
+    await exchange.reply(record.describe())
 
 
 async def file_content(exchange: Exchange) -> None:
@@ -87,13 +89,13 @@ async def file_content(exchange: Exchange) -> None:
     record = front.files.find(exchange.path["id"], exchange.caller.owner)
     with front.files.content_path(record.id).open("rb") as file:
         await exchange.start_reply("application/octet-stream", record.bytes)
-        left = record.bytes
-        while left > 0:
-            data = await asyncio.to_thread(file.read, min(SEND_BYTES, left))
-            left -= len(data)
-            if not data:  # Somebody else has shortened the file.
+        remaining = record.bytes
+        while remaining > 0:
+            chunk = await asyncio.to_thread(file.read, min(SEND_BYTES, remaining))
+            remaining -= len(chunk)
+            if not chunk:  # Another program has shortened the file.
                 raise ApiError(500, "the file is shorter than its record says", "file_damaged")
-            await exchange.write(data, last=left == 0)
+            await exchange.write(chunk, last=remaining == 0)
     if not record.bytes:
         await exchange.write(b"", last=True)
 
@@ -138,23 +140,23 @@ async def create_batch(exchange: Exchange) -> None:
     batch = front.batches.new(owner, body.endpoint, record.id, body.metadata)
     front.batches.save(batch)
     runner_of(exchange).wake()
-    await exchange.reply(batch.shown(), headers)
+    await exchange.reply(batch.describe(), headers)
 
 
 async def list_batches(exchange: Exchange) -> None:
-    found = exchange.front.batches.owned(exchange.caller.owner)
-    await exchange.reply(page([batch.shown() for batch in found], query_of(exchange)))
+    batches = exchange.front.batches.owned(exchange.caller.owner)
+    await exchange.reply(page([batch.describe() for batch in batches], query_of(exchange)))
 
 
 async def retrieve_batch(exchange: Exchange) -> None:
     batch = exchange.front.batches.find(exchange.path["id"], exchange.caller.owner)
-    await exchange.reply(batch.shown())
+    await exchange.reply(batch.describe())
 
 
 async def cancel_batch(exchange: Exchange) -> None:
     batch = exchange.front.batches.find(exchange.path["id"], exchange.caller.owner)
     runner_of(exchange).cancel(batch)
-    await exchange.reply(batch.shown())
+    await exchange.reply(batch.describe())
 
 
 def runner_of(exchange: Exchange) -> BatchStarter:
@@ -170,28 +172,30 @@ def runner_of(exchange: Exchange) -> BatchStarter:
 
 
 def query_of(exchange: Exchange) -> dict[str, str]:
-    given = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"), max_num_fields=16)
-    return {name: values[0] for name, values in given.items()}
+    parameters = parse_qs(
+        exchange.scope.get("query_string", b"").decode("latin-1"), max_num_fields=16
+    )
+    return {name: values[0] for name, values in parameters.items()}
 
 
 def page(entries: list[dict[str, Any]], query: dict[str, str]) -> dict[str, Any]:
     """Return a page of a list. The query may have limit, after and order."""
     if query.get("order") == "asc":
         entries = entries[::-1]
-    limit = query.get("limit", str(PAGE))
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= 10 * MOST:
-        raise invalid_field("limit", f"limit must be a number in [1, {10 * MOST}]")
-    first = 0
+    limit = query.get("limit", str(DEFAULT_PAGE))
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= MAX_PAGE:
+        raise invalid_field("limit", f"limit must be a number in [1, {MAX_PAGE}]")
+    start = 0
     if "after" in query:
-        places = [i for i, entry in enumerate(entries) if entry["id"] == query["after"]]
-        if not places:
+        indices = [index for index, entry in enumerate(entries) if entry["id"] == query["after"]]
+        if not indices:
             raise invalid_field("after", "the list has no entry with the id of after")
-        first = places[0] + 1
-    shown = entries[first : first + int(limit)]
+        start = indices[0] + 1
+    shown_entries = entries[start : start + int(limit)]
     return {
         "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": first + len(shown) < len(entries),
+        "data": shown_entries,
+        "first_id": shown_entries[0]["id"] if shown_entries else None,
+        "last_id": shown_entries[-1]["id"] if shown_entries else None,
+        "has_more": start + len(shown_entries) < len(entries),
     }

@@ -52,7 +52,7 @@ class StoredBatch(msgspec.Struct):
     def is_open(self) -> bool:
         return self.status in OPEN
 
-    def shown(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         """Return what clients see."""
         hidden = ("owner", "total", "completed", "failed")
         found = {name: getattr(self, name) for name in self.__struct_fields__ if name not in hidden}

@@ -32,7 +32,7 @@ class StoredFile(msgspec.Struct):
     bytes: int
     created_at: int
 
-    def shown(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         """Return what clients see."""
         found = {name: getattr(self, name) for name in self.__struct_fields__ if name != "owner"}
         return {"object": "file", **found, "status": "processed", "expires_at": None}
