@@ -80,13 +80,13 @@ async def chat_batch(exchange: Exchange) -> None:
     body, unknown = await exchange.body(BatchChatRequest, generates=True)
     conversations: list[Any] = list(body.messages or [])
     if not 1 <= len(conversations) <= front.config.limits.prompts:
-        most = front.config.limits.prompts
-        raise invalid_field("messages", f"messages must have 1 to {most} conversations")
+        limit = front.config.limits.prompts
+        raise invalid_field("messages", f"messages must have 1 to {limit} conversations")
     for name in ("stream", "tools", "functions"):
         if getattr(body, name):
             raise unsupported(name, "this route answers several conversations in text")
-    fields = {name: getattr(body, name) for name in ChatRequest.__struct_fields__}
-    chats = [ChatRequest(**{**fields, "messages": messages}) for messages in conversations]
+    shared_fields = {name: getattr(body, name) for name in ChatRequest.__struct_fields__}
+    chats = [ChatRequest(**{**shared_fields, "messages": messages}) for messages in conversations]
     checked, shape = read_chat(front, caller, chats[0], unknown)
     context = prompt.max_prompt_tokens(front, body.truncate_prompt_tokens)
     prompts: list[tuple[str | None, list[int]]] = []
@@ -102,10 +102,10 @@ async def generate_tokens(exchange: Exchange) -> None:
     """Continue token ids, and reply with token ids."""
     front = exchange.front
     body, unknown = await exchange.body(TokensRequest, generates=True)
-    completion, others = token_generation.to_completion(body)
+    completion, moved_fields = token_generation.to_completion(body)
     with FieldNames({"prompt": "token_ids"}).errors():
         prepared, shape = await prepare_completion(
-            front, exchange.caller, completion, {**others, **unknown}
+            front, exchange.caller, completion, {**moved_fields, **unknown}
         )
     if shape.logprobs is not None:
         shape.logprobs = replace(shape.logprobs, top=max(shape.logprobs.top, 1))
@@ -140,8 +140,10 @@ async def render_completion(exchange: Exchange) -> None:
     checked.params.check_vocabulary(front.client.model.vocab_size)
     replies = []
     for text, ids in await prompt.completion_prompts(front, body, checked):
-        shown = text if text is not None else await front.text.decode(front.tokenizer, ids)
-        replies.append(await describe_prompt(exchange, body, checked, (shown, ids), wants_offsets))
+        prompt_text = text if text is not None else await front.text.decode(front.tokenizer, ids)
+        replies.append(
+            await describe_prompt(exchange, body, checked, (prompt_text, ids), wants_offsets)
+        )
     await exchange.reply(replies, checked.headers)
 
 
@@ -152,7 +154,7 @@ async def describe_prompt(
     rendered_prompt: tuple[str, list[int]],
     wants_offsets: bool,
 ) -> dict[str, Any]:
-    """Return what the render routes say of a prompt."""
+    """Return the description of a prompt that the render routes reply with."""
     front = exchange.front
     offsets = None
     if wants_offsets:
@@ -160,7 +162,7 @@ async def describe_prompt(
             token_generation.token_offsets, front.tokenizer, *rendered_prompt
         )
     shape = Shape(chat=isinstance(body, ChatRequest))
-    found = token_generation.rendered(
+    description = token_generation.rendered(
         envelope(front, exchange.caller, shape).id,
         front.config.name,
         rendered_prompt,
@@ -168,7 +170,7 @@ async def describe_prompt(
         body,
         offsets,
     )
-    return {**found, "max_model_len": front.client.model.max_model_len}
+    return {**description, "max_model_len": front.client.model.max_model_len}
 
 
 # ---- reading the request -------------------------------------------------------------------------
@@ -177,7 +179,7 @@ async def describe_prompt(
 def _stream(body: OpenAI, headers: dict[str, str], forced: bool) -> tuple[bool, str | None]:
     """Return whether to stream, and which chunks contain the usage: None, "end" or "all".
 
-    `forced` says that a stream has the usage also if the request does not ask for it.
+    `forced` is true if a stream has the usage even when the request does not ask for it.
     """
     options = body.stream_options
     if not options:
@@ -190,7 +192,7 @@ def _stream(body: OpenAI, headers: dict[str, str], forced: bool) -> tuple[bool, 
                 f"stream_options.{name}", f"stream_options.{name} must be true or false"
             )
     unknown = [name for name in options if name not in STREAM_OPTIONS]
-    names = [f"stream_options.{n[:64]}" for n in unknown if validate.LABEL.fullmatch(n)]
+    names = [f"stream_options.{name[:64]}" for name in unknown if validate.LABEL.fullmatch(name)]
     validate.ignore(headers, *names[:20])
     if not (options.get("include_usage") or forced):
         return True, None
@@ -246,7 +248,7 @@ def read_chat(
     unknown: dict[str, Any],
     table: Mapping[str, Field] = FIELDS,
 ) -> tuple[CheckedRequest, Shape]:
-    """Return the request without its prompt, and the shape of its reply.
+    """Return the checked request without its prompt, and the shape of its reply.
 
     `table` has the fields of the API to which the unknown fields were sent.
     """
@@ -288,14 +290,14 @@ def read_chat(
 
 def last_message(body: ChatRequest) -> str:
     """Return the text of the last message if the assistant wrote it, or else an empty text."""
-    last = (body.messages or [{}])[-1]
-    if last.get("role") != "assistant":
+    message = (body.messages or [{}])[-1]
+    if message.get("role") != "assistant":
         return ""
-    content = last.get("content")
+    content = message.get("content")
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    content_parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in content_parts if isinstance(part, dict)]
     return "".join(text for text in texts if isinstance(text, str))
 
 
@@ -343,18 +345,16 @@ def read_completion(
     unknown: dict[str, Any],
     table: Mapping[str, Field] = FIELDS,
 ) -> tuple[CheckedRequest, Shape]:
-    """Return the request without its prompts, and the shape of its reply."""
+    """Return the checked request without its prompts, and the shape of its reply."""
     limits = front.config.limits
     headers = validate.check_fields(front, unknown, chat=False, table=table)
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(front, body)
     shape = _shape(front, body, False, headers)
     shape.echo = bool(body.echo)
-    num_prompts = (
-        len(body.prompt)
-        if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int)
-        else 1
-    )
+    num_prompts = 1
+    if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
+        num_prompts = len(body.prompt)
     params = validate.choices(body, params, shape.n, num_prompts, shape.stream, limits, headers)
     if body.logprobs is True:
         raise invalid_field(
@@ -388,11 +388,11 @@ def _check_minimum(params: SamplingParams, max_tokens: int | None) -> None:
 
 
 async def answer(exchange: Exchange, prepared: Prepared, writer: ReplyWriter, stream: bool) -> None:
-    """Run a request and send its reply in the format of the writer. Every HTTP API uses this."""
+    """Run a request and send its reply in the writer's format. Every HTTP API uses this."""
     with open_call(exchange.front, exchange.caller, prepared, stream=stream) as call:
         exchange.watch(call)
         if stream:
-            # The engine may refuse the request. Until it accepts, the reply can be an HTTP error.
+            # Until the engine has accepted the request, a refusal can be sent as an HTTP error.
             await call.wait_accepted()
             await send_stream(exchange, call, prepared, writer)
         else:
@@ -409,29 +409,29 @@ async def send_stream(
     """
     front = exchange.front
     loop = asyncio.get_running_loop()
-    written = time.monotonic()
+    last_write = time.monotonic()
     timer: asyncio.TimerHandle | None = None
-    quiet = front.config.keep_alive
+    keep_alive = front.config.keep_alive
 
-    def tick() -> None:
+    def wake_if_quiet() -> None:
         nonlocal timer
-        if time.monotonic() - written >= quiet:
+        if time.monotonic() - last_write >= keep_alive:
             call.wake()
-        timer = loop.call_later(quiet / 4, tick)
+        timer = loop.call_later(keep_alive / 4, wake_if_quiet)
 
     await exchange.start_stream(prepared.headers, writer.content_type, writer.keep_alive)
     front.metrics.streams.inc()
-    tick()
+    wake_if_quiet()
     error: ApiError | None = None
     try:
         if start := writer.begin():
             await exchange.write(start)
         async for pieces in call:
-            parts = [writer.piece(index, piece, call.collectors) for index, piece in pieces]
-            data = b"".join(parts) if pieces else writer.keep_alive
-            if data:  # The writer holds back text that may become a tool call.
-                await exchange.write(data)
-                written = time.monotonic()
+            chunks = [writer.piece(index, piece, call.collectors) for index, piece in pieces]
+            chunk = b"".join(chunks) if pieces else writer.keep_alive
+            if chunk:  # The writer holds back text that may become a tool call.
+                await exchange.write(chunk)
+                last_write = time.monotonic()
     except Exception as e:
         error = api_error(e)
         if error.code != "client_gone":

@@ -61,7 +61,7 @@ class Guard:
         caller.span = self._begin_span(scope, headers, caller)
         status = 0
 
-        async def send_on(message: Message) -> None:
+        async def send_with_ids(message: Message) -> None:
             nonlocal status
             if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 status = message["status"]
@@ -73,14 +73,14 @@ class Guard:
         try:
             self.check(scope, headers, caller)
             scope["app"] = self.app  # This makes the router raise errors instead of replying.
-            await self.app(scope, receive, send_on)
+            await self.app(scope, receive, send_with_ids)
         except Exception as e:
             error = from_router(e) if isinstance(e, HTTPException) else api_error(e)
             if error.status == 500 and not isinstance(e, ApiError):
                 log.exception("request %s failed", caller.id)
             self.front.client.refuse(caller.id, error)
             if status == 0:
-                await send_error(error, scope, send_on, caller.id)
+                await send_error(error, scope, send_with_ids, caller.id)
             elif scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1011})
             else:
@@ -103,7 +103,7 @@ class Guard:
     def _begin_span(
         self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller
     ) -> ServerSpan | None:
-        """Begin a span, unless tracing is off or the request is a probe or reads a page."""
+        """Begin a span. Returns None if tracing is off, or for a probe or a page."""
         tracing = self.front.tracing
         method = scope.get("method", "WS")
         if tracing is None or method not in ("POST", "WS"):
@@ -121,12 +121,15 @@ class Guard:
         self, headers: Mapping[bytes, bytes], caller: Caller
     ) -> list[tuple[bytes, bytes]]:
         """Return the server's id, and x-request-id with the client's id if it sent a valid one."""
-        ours = caller.id.encode()
-        given = headers.get(b"x-request-id", b"")
-        valid = len(given) <= self.front.config.limits.label_chars and LABEL.fullmatch(
-            given.decode("latin-1")
+        server_id = caller.id.encode()
+        client_id = headers.get(b"x-request-id", b"")
+        is_valid = len(client_id) <= self.front.config.limits.label_chars and LABEL.fullmatch(
+            client_id.decode("latin-1")
         )
-        id_headers = [(b"x-request-id", given if valid else ours), (b"x-octavo-request-id", ours)]
+        id_headers = [
+            (b"x-request-id", client_id if is_valid else server_id),
+            (b"x-octavo-request-id", server_id),
+        ]
         if caller.span is not None:
             id_headers.append((b"traceresponse", caller.span.traceresponse.encode()))
         if (load_format := headers.get(LOAD_FORMAT)) is not None:
@@ -134,7 +137,7 @@ class Guard:
         return id_headers
 
     def load_headers(self, load_format: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the load of the engine in the form of ORCA, which load balancers ask for."""
+        """Return the header with the engine's load in ORCA's format, which load balancers read."""
         client = self.front.client
         heartbeat = client.supervisor.heartbeat
         blocks = heartbeat.blocks_used + heartbeat.blocks_cached + heartbeat.blocks_free
@@ -142,13 +145,16 @@ class Guard:
             "kv_cache_usage_perc": heartbeat.blocks_used / blocks if blocks else 0.0,
             "num_requests_waiting": float(len(client.queue_bound.waiting)),
         }
-        text = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
-        report = {b"text": f"TEXT {text}", b"json": f"JSON {json.dumps({'named_metrics': load})}"}
-        found = report.get(load_format.lower())
-        return [] if found is None else [(b"endpoint-load-metrics", found.encode())]
+        metrics = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+        reports = {
+            b"text": f"TEXT {metrics}",
+            b"json": f"JSON {json.dumps({'named_metrics': load})}",
+        }
+        selected = reports.get(load_format.lower())
+        return [] if selected is None else [(b"endpoint-load-metrics", selected.encode())]
 
     def check(self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller) -> None:
-        host = text(headers, b"host") or ""
+        host = header_text(headers, b"host") or ""
         if not self.host_allowed(host):
             raise ApiError(
                 421,
@@ -157,16 +163,16 @@ class Guard:
                 "wrong_host",
             )
         if scope["type"] == "websocket" or scope["path"].startswith("/api/"):
-            self.check_origin(text(headers, b"origin"), host)
+            self.check_origin(header_text(headers, b"origin"), host)
         if scope["path"] not in OPEN:
             address = scope["client"][0] if scope.get("client") else ""
             caller.key = self.front.keys.check(
-                text(headers, b"authorization") or offered_key(scope, headers), address
+                header_text(headers, b"authorization") or alternative_key(scope, headers), address
             )
             if caller.key is not None:
                 connection: Connection = scope["octavo.connection"]
                 connection.table.claim(connection, caller.key)
-        timeout = text(headers, b"x-request-timeout")
+        timeout = header_text(headers, b"x-request-timeout")
         if timeout is not None:
             if not SECONDS.fullmatch(timeout):
                 raise invalid_field(
@@ -184,9 +190,8 @@ class Guard:
         allowed = self.front.config.allowed_hosts
         name = None
         with suppress(ValueError):  # The brackets of an IPv6 address may not match.
-            name = (
-                urlsplit(f"//{host}").hostname if host and not set(host) & set("/@?#\\") else None
-            )
+            if host and not set(host) & set("/@?#\\"):
+                name = urlsplit(f"//{host}").hostname
         if name is None:
             return False
         return (
@@ -200,7 +205,7 @@ class Guard:
 
         Browsers send the header Origin with every WebSocket and with every POST that a page of
         another origin makes, and leave the check to the server. Other routes need no check: a
-        browser asks for permission before it sends the type application/json, which they demand.
+        browser asks for permission before it sends the type application/json, which they require.
         """
         with suppress(ValueError):  # The brackets of an IPv6 address may not match.
             if (
@@ -218,7 +223,7 @@ class Guard:
 
 
 def operation_of(path: str) -> str:
-    """Return the name that OpenTelemetry has for what a request asks for."""
+    """Return OpenTelemetry's name of the operation that a request asks for."""
     return "chat" if path.startswith(CHAT_PATHS) else "text_completion"
 
 
@@ -230,13 +235,13 @@ def end_span(span: ServerSpan, scope: Scope, status: int) -> None:
     span.end(attributes, error=str(status) if status >= 500 or status == 0 else "")
 
 
-def offered_key(scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:
-    """Return the key that a client sends in another way, or None.
+def alternative_key(scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:
+    """Return the key of a client that sends no Authorization header, or None.
 
-    Anthropic's clients send it in a header of its own, and a browser sends it as a WebSocket
-    subprotocol.
+    Anthropic's clients send the header x-api-key, and a browser sends the key as a WebSocket
+    subprotocol. The result has the form of an Authorization header.
     """
-    if (key := text(headers, b"x-api-key")) is not None:
+    if (key := header_text(headers, b"x-api-key")) is not None:
         return f"Bearer {key}"
     for name in scope.get("subprotocols", ()):
         if name.startswith(KEY_PROTOCOL):
@@ -250,9 +255,9 @@ def offered_key(scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:
     return None
 
 
-def text(headers: Mapping[bytes, bytes], name: bytes) -> str | None:
-    found = headers.get(name)
-    return None if found is None else found.decode("latin-1")
+def header_text(headers: Mapping[bytes, bytes], name: bytes) -> str | None:
+    value = headers.get(name)
+    return None if value is None else value.decode("latin-1")
 
 
 def is_loopback(host: str) -> bool:
@@ -283,18 +288,18 @@ def from_router(error: HTTPException) -> ApiError:
 
 
 async def send_error(error: ApiError, scope: Scope, send: Send, request_id: str) -> None:
-    data = encode_error(error, scope["path"], request_id)
+    body = encode_error(error, scope["path"], request_id)
     headers = {
         "content-type": "application/json",
-        "content-length": str(len(data)),
+        "content-length": str(len(body)),
         **error.headers,
     }
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    kind = "http.response"
+    message_type = "http.response"
     if scope["type"] == "websocket":
         if "websocket.http.response" not in scope.get("extensions", {}):
             return await send({"type": "websocket.close", "code": 1008})
-        kind = "websocket.http.response"
+        message_type = "websocket.http.response"
     status = 400 if error.status == 499 else error.status
-    await send({"type": f"{kind}.start", "status": status, "headers": encoded})
-    await send({"type": f"{kind}.body", "body": data})
+    await send({"type": f"{message_type}.start", "status": status, "headers": encoded})
+    await send({"type": f"{message_type}.body", "body": body})

@@ -1,5 +1,5 @@
-"""Controls of the live page: settings of the running engine, a crash of it, and what would have
-happened under other settings.
+"""Controls of the live page: they change settings of the running engine, crash it, and simulate the
+recorded requests under other settings.
 
 They exist for demonstrations (`octavo demo`). A server has them only with --live-controls, and with
 API keys only an administrator may use them.
@@ -26,7 +26,7 @@ WHAT_IF = (sys.executable, "-m", "octavo.bench.what_if")
 
 
 class SettingsRequest(msgspec.Struct, kw_only=True):
-    """Settings to change (octavo/core/live_settings.py). A field that is missing is kept."""
+    """Settings to change (octavo/core/live_settings.py). A missing field leaves its setting."""
 
     policy: str | msgspec.UnsetType = msgspec.UNSET
     token_budget: int | msgspec.UnsetType = msgspec.UNSET
@@ -69,7 +69,7 @@ async def settings(exchange: Exchange) -> None:
 
 
 async def change_settings(front: Front, changes: dict[str, Any]) -> str:
-    """Return what is wrong with the changes, or "" if the engine has applied them."""
+    """Change settings of the engine. Returns the error, or "" if the engine has applied them."""
     client = front.client
     _ = client.model  # This raises an error while no engine is ready.
     if client.settings_reply is not None:
@@ -96,9 +96,9 @@ async def crash(exchange: Exchange) -> None:
 
 
 async def what_if(exchange: Exchange) -> None:
-    """Simulate the requests that live pages have seen under other settings.
+    """Simulate the requests that live pages have shown, under other settings.
 
-    A separate process does it, because the event loop must not wait for it.
+    The simulation runs in a separate process, because the event loop must not wait for it.
     """
     check_controls(exchange)
     with exchange.reserve() as reservation:

@@ -1,4 +1,4 @@
-"""The WebSocket /ws/watch sends what the live page shows. It has two kinds of messages:
+"""The WebSocket /ws/watch sends the data of the live page in two kinds of messages:
 
     {"server": {...}, "model": {...}, "watchers": 1}    the state of the server, when it changes
     ["arrived", 12, 3, 45678, ...]                      lines of the event stream
@@ -65,10 +65,10 @@ class WatchEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = scope["octavo.caller"].key
-        if len(self.watchers) >= (most := self.front.config.limits.watchers):
+        if len(self.watchers) >= (limit := self.front.config.limits.watchers):
             raise ApiError(
                 429,
-                f"{most} clients already watch: close one of their live pages and try again",
+                f"{limit} clients already watch: close one of their live pages and try again",
                 "too_many_watchers",
                 retry_after=5,
             )
@@ -99,8 +99,8 @@ class WatchEndpoint:
             asyncio.create_task(sender.send_lines()),
             asyncio.create_task(self._listen(socket)),
         }
-        done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in rest:
+        done, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in unfinished:
             task.cancel()
         for task in done:
             task.result()
@@ -118,7 +118,7 @@ class WatchEndpoint:
                 return
 
     async def _watch_engine(self) -> None:
-        """Have each engine process send its lines while pages are open, and a while longer."""
+        """Make each engine process send its lines while pages are open, and GRACE_SECONDS after."""
         client = self.front.client
         supervisor = client.supervisor
         client.reports_refusals = True

@@ -108,8 +108,8 @@ async def show(exchange: Exchange) -> None:
     if model_style(front.tokenizer) is not None:
         capabilities.append("thinking")
     loaded = front.client.model
-    found = ollama_api.model_description(loaded, front.created, template, capabilities)
-    await exchange.reply(found, headers)
+    description = ollama_api.model_description(loaded, front.created, template, capabilities)
+    await exchange.reply(description, headers)
 
 
 async def version(exchange: Exchange) -> None:

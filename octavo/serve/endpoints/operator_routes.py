@@ -16,16 +16,16 @@ SESSION = b"x-amzn-sagemaker-session-id"
 
 
 class Peek(msgspec.Struct):
-    """The fields that tell the route of a request. Their values are not read."""
+    """The fields that determine the route of a request. Their values are not parsed."""
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     query: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     text_1: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    # Only embeddings have it. Their text may be in `messages`, as that of a chat.
+    # Only requests for embeddings have this field. Their text may be in `messages`, as in a chat.
     encoding_format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    # This is a request for a session, and not for the model.
+    # This field is set if the request creates or closes a session.
     request_type: msgspec.Raw | msgspec.UnsetType = msgspec.field(
         name="requestType", default=msgspec.UNSET
     )
@@ -46,35 +46,38 @@ INVOKED: dict[str, Handler] = {
 
 
 async def ping(exchange: Exchange) -> None:
-    """Reply as /health does, as SageMaker asks for it."""
+    """Reply as /health does. SageMaker checks the health of the server with this route."""
     await routes.readyz(exchange)
 
 
 async def invocations(exchange: Exchange) -> None:
-    """Pass a request on to the route that its fields belong to, as SageMaker asks for it."""
+    """Pass a request on to the route that its fields belong to.
+
+    SageMaker sends all requests to this route.
+    """
     with exchange.reserve() as reservation:
-        data = await exchange.read(reservation)
+        body = await exchange.read(reservation)
         try:
-            peek = msgspec.json.decode(data, type=Peek)
+            peek = msgspec.json.decode(body, type=Peek)
         except (msgspec.MsgspecError, RecursionError):
             raise invalid_field(None, "the body must be a JSON object", "invalid_json") from None
     if peek.request_type is not msgspec.UNSET:
-        return await change_session(exchange, bytes(data))
+        return await change_session(exchange, bytes(body))
     session = exchange.scope["octavo.headers"].get(SESSION, b"").decode("latin-1")
     if session not in NO_SESSION:
         exchange.front.sagemaker_sessions.check(session, exchange.caller.owner)
     for name, handler in INVOKED.items():
         if getattr(peek, name) is not msgspec.UNSET:
-            exchange.put_back(bytes(data))
+            exchange.put_back(bytes(body))
             return await handler(exchange)
     names = ", ".join(INVOKED)
     raise invalid_field(None, f"the request must have one of the fields {names}")
 
 
-async def change_session(exchange: Exchange, data: bytes) -> None:
+async def change_session(exchange: Exchange, body: bytes) -> None:
     """Create or close a session of SageMaker."""
     try:
-        session = msgspec.json.decode(data, type=SessionRequest)
+        session = msgspec.json.decode(body, type=SessionRequest)
     except msgspec.MsgspecError:
         raise invalid_field(
             "requestType",
@@ -84,9 +87,9 @@ async def change_session(exchange: Exchange, data: bytes) -> None:
     owner = exchange.caller.owner
     if session.request_type == "NEW_SESSION":
         id, expires = sessions.create(owner)
-        until = datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        headers = {"x-amzn-sagemaker-new-session-id": f"{id}; Expires={until}"}
-        return await exchange.reply({"session_id": id, "expires": until}, headers)
+        expiry = datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        headers = {"x-amzn-sagemaker-new-session-id": f"{id}; Expires={expiry}"}
+        return await exchange.reply({"session_id": id, "expires": expiry}, headers)
     id = exchange.scope["octavo.headers"].get(SESSION, b"").decode("latin-1")
     sessions.close(id, owner)
     await exchange.reply({"session_id": id}, {"x-amzn-sagemaker-closed-session-id": id})
@@ -102,7 +105,7 @@ async def load(exchange: Exchange) -> None:
 async def sleep(exchange: Exchange) -> None:
     """End the engine process, which frees all memory of the model, until /wake_up.
 
-    The levels of vLLM differ in what stays in memory. Here nothing does.
+    vLLM's levels differ in what stays in memory. This server keeps nothing at either level.
     """
     check_operator(exchange)
     front = exchange.front
@@ -125,7 +128,7 @@ async def sleep(exchange: Exchange) -> None:
 async def wake_up(exchange: Exchange) -> None:
     """Start the engine process again, and reply when it is ready.
 
-    As in vLLM, `tags` may wake the weights and the KV cache one after the other.
+    As in vLLM, a client may wake the weights and the KV cache one after the other with `tags`.
     """
     check_operator(exchange)
     supervisor = exchange.front.client.supervisor

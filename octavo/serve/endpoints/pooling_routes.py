@@ -80,13 +80,15 @@ async def rerank(exchange: Exchange) -> None:
 
 async def score(exchange: Exchange) -> None:
     body, unknown = await exchange.body(ScoreRequest, generates=True)
-    left, right = api.score_sides(body)
-    request = api.completion_of(body, [*left, *right])
+    left_texts, right_texts = api.score_sides(body)
+    request = api.completion_of(body, [*left_texts, *right_texts])
     names = FieldNames({"the prompt": "the text", "prompt": "the texts"})
     pooled = await pool(exchange, request, names, unknown, api.params_of(body))
     head = api.envelope(exchange.caller.id, exchange.front.config.name)
     vectors = pooled.vectors
-    reply = api.score_reply(head, vectors[: len(left)], vectors[len(left) :], pooled.usage)
+    reply = api.score_reply(
+        head, vectors[: len(left_texts)], vectors[len(left_texts) :], pooled.usage
+    )
     await exchange.reply(reply, pooled.headers)
 
 
@@ -106,7 +108,7 @@ async def ollama_embed(exchange: Exchange) -> None:
 
 
 async def ollama_embeddings(exchange: Exchange) -> None:
-    """Reply with one embedding, as older clients of Ollama expect it."""
+    """Reply with one embedding, in the format of older Ollama clients."""
     body, unknown = await exchange.body(OllamaEmbeddingRequest, generates=True)
     pooled = await pool_ollama(exchange, body, body.prompt, unknown, "prompt")
     await exchange.reply({"embedding": pooled.vectors[0].tolist()}, pooled.headers)
@@ -159,8 +161,8 @@ async def pool(
     with names.errors():
         prepared = await prepare(exchange, request, unknown, table)
         validate.ignore(prepared.headers, *names.ignored)
-        for one in prepared.requests:
-            one.pooling = kind or pooler.pooling
+        for engine_request in prepared.requests:
+            engine_request.pooling = kind or pooler.pooling
         check_values(exchange, prepared, params, per_token=kind == "all")
         with open_call(front, exchange.caller, prepared, stream=False) as call:
             exchange.watch(call)
@@ -201,12 +203,12 @@ def check_values(
     """Refuse a request whose reply would have too many numbers."""
     front = exchange.front
     size = params.dimensions or front.client.model.hidden_size
-    count = sum(len(one.prompt) if per_token else 1 for one in prepared.requests) * size
-    most = front.config.limits.embedding_values
-    if count > most:
+    count = sum(len(request.prompt) if per_token else 1 for request in prepared.requests) * size
+    limit = front.config.limits.embedding_values
+    if count > limit:
         raise invalid_field(
             "prompt",
-            f"the reply would have {count} numbers, but at most {most} are allowed: send fewer "
+            f"the reply would have {count} numbers, but at most {limit} are allowed: send fewer "
             "texts in one request",
             "param_out_of_range",
         )
@@ -219,15 +221,15 @@ async def send_vectors(
     head = api.envelope(exchange.caller.id, exchange.front.config.name)
     is_binary = body.encoding_format in ("bytes", "bytes_only")
     entries: list[bytes] = []
-    encoded = 0
+    encoded_values = 0
     for index, vector in enumerate(pooled.vectors):
         if is_binary:
             entries.append(api.vector_bytes(vector, body))
         else:
             entries.append(api.embedding_entry(index, vector, kind, body))
-        encoded += vector.size
-        if encoded > VALUES_PER_TURN:
-            encoded = 0
+        encoded_values += vector.size
+        if encoded_values > VALUES_PER_TURN:
+            encoded_values = 0
             await asyncio.sleep(0)
     if is_binary:
         headers = pooled.headers
@@ -236,7 +238,7 @@ async def send_vectors(
             headers = {**headers, "metadata": metadata}
         await exchange.send(b"".join(entries), "application/octet-stream", headers)
         return
-    data = b"".join(
+    reply = b"".join(
         (
             encode(head)[:-1],
             b',"data":[',
@@ -246,4 +248,4 @@ async def send_vectors(
             b"}",
         )
     )
-    await exchange.send(data, "application/json", pooled.headers)
+    await exchange.send(reply, "application/json", pooled.headers)

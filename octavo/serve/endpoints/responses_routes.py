@@ -85,10 +85,10 @@ async def run_in_background(front: Front, call: Call, writer: ResponseWriter) ->
 
 async def retrieve(exchange: Exchange) -> None:
     front = exchange.front
-    found = front.responses.response(exchange.path["id"], exchange.caller.owner)
-    if found["status"] == "queued" and not is_waiting(front, found["id"]):
-        found["status"] = "in_progress"
-    await exchange.reply(found)
+    response = front.responses.response(exchange.path["id"], exchange.caller.owner)
+    if response["status"] == "queued" and not is_waiting(front, response["id"]):
+        response["status"] = "in_progress"
+    await exchange.reply(response)
 
 
 def is_waiting(front: Front, id: str) -> bool:
@@ -107,14 +107,14 @@ async def cancel(exchange: Exchange) -> None:
     front = exchange.front
     id = exchange.path["id"]
     owner = exchange.caller.owner
-    found = front.responses.response(id, owner)
+    response = front.responses.response(id, owner)
     if front.responses.is_open(id, owner):
         if front.client.cancel(openai_responses.request_id(id), owner):
-            found = {**found, "status": "cancelled"}
-    elif not found["background"]:
+            response = {**response, "status": "cancelled"}
+    elif not response["background"]:
         raise invalid_field(
             "id",
             "Cannot cancel a synchronous response. It is complete: create it with background to "
             "cancel it while it is generated",
         )
-    await exchange.reply(found)
+    await exchange.reply(response)

@@ -14,7 +14,7 @@ from octavo import __version__
 from octavo.serve.api.protocol import GenerateRequest
 from octavo.serve.channel.messages import ClearCache
 from octavo.serve.endpoints.operator_routes import check_operator
-from octavo.serve.endpoints.routes import prepare_generate, texts
+from octavo.serve.endpoints.routes import generate_texts, prepare_generate
 from octavo.serve.http.exchange import Exchange
 
 
@@ -22,7 +22,7 @@ async def server_info(exchange: Exchange) -> None:
     """Reply with the configuration of the engine, under the names of SGLang."""
     config = exchange.front.config
     loaded = exchange.front.client.model
-    found: dict[str, Any] = {
+    info: dict[str, Any] = {
         "model_path": config.name,
         "served_model_name": config.name,
         "version": __version__,
@@ -53,7 +53,7 @@ async def server_info(exchange: Exchange) -> None:
         "vllm_env": {},
         "system_env": {"device": loaded.device, "python": platform.python_version()},
     }
-    await exchange.reply(found)
+    await exchange.reply(info)
 
 
 async def model_info(exchange: Exchange) -> None:
@@ -91,7 +91,7 @@ async def health_generate(exchange: Exchange) -> None:
     front.check_may_send(exchange.caller)
     body = GenerateRequest(prompt="1", max_new_tokens=1)
     prepared = await prepare_generate(front, exchange.caller, body, ["1"], headers={})
-    await texts(exchange, prepared)
+    await generate_texts(exchange, prepared)
     await exchange.reply(front.client.state())
 
 

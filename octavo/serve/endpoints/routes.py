@@ -63,7 +63,7 @@ async def tokenize(exchange: Exchange) -> None:
     validate.check_model(front, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid_field("prompt", "the request must have either prompt or messages")
-    what: Encode | EncodeChat
+    encoding: Encode | EncodeChat
     if body.messages is not None:
         chat = ChatRequest(
             messages=body.messages,
@@ -76,16 +76,16 @@ async def tokenize(exchange: Exchange) -> None:
         )
         prompt.check_template_options(front, chat, headers)
         tools = read_tools(front, chat)
-        what = prompt.chat_job(front, chat, tools, keep=None, context=sys.maxsize)
+        encoding = prompt.chat_job(front, chat, tools, keep=None, context=sys.maxsize)
     else:
         assert body.prompt is not None
-        what = Encode(
+        encoding = Encode(
             [body.prompt],
             context=sys.maxsize,
             add_special_tokens=body.add_special_tokens is not False,
             parse_special=prompt.parse_special(front, body.parse_special),
         )
-    job = Tokenize(what, bool(body.return_token_strs))
+    job = Tokenize(encoding, bool(body.return_token_strs))
     reply = await front.text.tokenize(front.context, job)
     await exchange.send(reply, "application/json", headers)
 
@@ -93,15 +93,15 @@ async def tokenize(exchange: Exchange) -> None:
 async def detokenize(exchange: Exchange) -> None:
     front = exchange.front
     with exchange.reserve() as reservation:
-        data = await exchange.read(reservation)
-        found = await front.text.detokenize(front.context, data)
-    headers = validate.check_fields(front, found.unknown)
-    validate.check_model(front, found.model)
-    await exchange.send(found.reply, "application/json", headers)
+        body = await exchange.read(reservation)
+        reply = await front.text.detokenize(front.context, body)
+    headers = validate.check_fields(front, reply.unknown)
+    validate.check_model(front, reply.model)
+    await exchange.send(reply.reply, "application/json", headers)
 
 
 async def tokenizer_info(exchange: Exchange) -> None:
-    """Reply with what lm-eval needs to work without a tokenizer of its own."""
+    """Reply with the facts about the tokenizer that lm-eval needs to work without its own."""
     front = exchange.front
     tokenizer = exchange.front.tokenizer
     await exchange.reply(
@@ -164,7 +164,7 @@ async def generate(exchange: Exchange) -> None:
     if body.prompt is None:
         raise invalid_field("prompt", "prompt is missing: it must be a string")
     prepared = await prepare_generate(exchange.front, exchange.caller, body, [body.prompt], headers)
-    (text,) = await texts(exchange, prepared)
+    (text,) = await generate_texts(exchange, prepared)
     await exchange.reply({"generated_text": text}, prepared.headers)
 
 
@@ -173,20 +173,22 @@ async def batch_generate(exchange: Exchange) -> None:
     headers = validate.check_fields(exchange.front, unknown, chat=False)
     prompts = check_prompts(exchange.front, body.prompts)
     prepared = await prepare_generate(exchange.front, exchange.caller, body, prompts, headers)
-    await exchange.reply({"generated_texts": await texts(exchange, prepared)}, prepared.headers)
+    await exchange.reply(
+        {"generated_texts": await generate_texts(exchange, prepared)}, prepared.headers
+    )
 
 
 def check_prompts(front: Front, prompts: list[str] | None) -> list[str]:
     if not prompts:
         raise invalid_field("prompts", "prompts must be a list of at least one string")
-    if len(prompts) > (most := front.config.limits.prompts):
+    if len(prompts) > (limit := front.config.limits.prompts):
         raise invalid_field(
-            "prompts", f"prompts can have at most {most} items", "param_out_of_range"
+            "prompts", f"prompts can have at most {limit} items", "param_out_of_range"
         )
     return prompts
 
 
-async def texts(exchange: Exchange, prepared: Prepared) -> list[str]:
+async def generate_texts(exchange: Exchange, prepared: Prepared) -> list[str]:
     with open_call(exchange.front, exchange.caller, prepared, stream=False) as call:
         exchange.watch(call)
         await call.wait_finished()
@@ -221,7 +223,7 @@ async def version(exchange: Exchange) -> None:
 async def limits(exchange: Exchange) -> None:
     config = exchange.front.config
     loaded = exchange.front.client.model_info()
-    found: dict[str, Any] = {
+    reply: dict[str, Any] = {
         **asdict(config.limits),
         "max_queue_memory": config.max_queue_memory,
         "max_queue": config.max_queue,
@@ -231,7 +233,7 @@ async def limits(exchange: Exchange) -> None:
         "max_model_len": loaded.max_model_len if loaded else None,
         "longest_sequence": loaded.longest if loaded else None,
     }
-    await exchange.reply(found)
+    await exchange.reply(reply)
 
 
 async def metrics(exchange: Exchange) -> None:

@@ -85,9 +85,9 @@ class Session:
         self.errors = Bucket(front.config.limits.websocket_errors)
 
     async def run(self) -> None:
-        reader = asyncio.create_task(self._read())
+        reader = asyncio.create_task(self._read_messages())
         try:
-            while (message := await self._next()) is not None:
+            while (message := await self._next_message()) is not None:
                 try:
                     await self._generate(message)
                 except Exception as e:
@@ -96,29 +96,29 @@ class Session:
                         return
                     self.front.metrics.rejections.labels(error.code or error.type).inc()
                     await self._send(error.encode())
-                    if error.status == 400 and not self._may_err():
+                    if error.status == 400 and not self._allows_error():
                         await self.socket.close(POLICY_VIOLATION, "too many invalid messages")
                         return
         finally:
             reader.cancel()
 
-    async def _next(self) -> IncomingMessage | None:
-        """Return the next message. A full server may close the connection while it waits here."""
+    async def _next_message(self) -> IncomingMessage | None:
+        """Return the next message. A full server may close the connection while it is idle here."""
         if self.inbox.empty():
             self.connection.enter(ConnectionState.IDLE)
         message = await self.inbox.get()
         self.connection.enter(ConnectionState.BUSY)
         return message
 
-    def _may_err(self) -> bool:
+    def _allows_error(self) -> bool:
         self.errors.take()
         return self.errors.wait() == 0
 
-    async def _read(self) -> None:
-        """Read messages all the time, so that a cancel or a disconnect has effect at once."""
+    async def _read_messages(self) -> None:
+        """Read messages during a generation too, so that a cancel has effect at once."""
         try:
             while True:
-                message = await self._message()
+                message = await self._receive_message()
                 if self.call is not None and message.is_cancel():
                     self.call.fail(cancelled())
                 else:
@@ -128,7 +128,7 @@ class Session:
                 self.call.fail(client_gone())
             await self.inbox.put(None)
 
-    async def _message(self) -> IncomingMessage:
+    async def _receive_message(self) -> IncomingMessage:
         message = await self.socket.receive()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message["code"])
@@ -183,9 +183,9 @@ class Session:
         finally:
             message.free()
 
-    async def _send(self, data: bytes) -> None:
+    async def _send(self, message: bytes) -> None:
         try:
             async with asyncio.timeout(self.front.config.limits.send_seconds):
-                await self.socket.send_text(data.decode())
+                await self.socket.send_text(message.decode())
         except (TimeoutError, WebSocketDisconnect, RuntimeError):
             raise client_gone() from None
