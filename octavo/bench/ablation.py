@@ -28,11 +28,11 @@ from octavo.llm import LLM
 from octavo.memory import BLOCK_SIZE
 from octavo.model.base import Matrix
 
-MOST_ATTEMPTS = 3  # attempts at a measurement that other programs disturb
+MAX_ATTEMPTS = 3  # attempts at a measurement that other programs disturb
 
 
 class Scale(NamedTuple):
-    """How large the workloads are, in tokens and requests."""
+    """The size of the workloads, in tokens and requests."""
 
     streams: int  # requests at once
     prompt: int
@@ -52,7 +52,7 @@ SCALES = {
 
 
 class Figure(NamedTuple):
-    """What is measured on a workload."""
+    """The quantity that is measured on a workload."""
 
     name: str
     unit: str
@@ -274,6 +274,14 @@ MECHANISMS = {
     "attention": Mechanism(
         "long context", dict(attention_backend="reference"), "--attention reference"
     ),
+    "cascade-attention": Mechanism(
+        "shared prefix",
+        {},
+        "without --cascade-attention",
+        on=dict(cascade_attention=True),
+        is_default=False,
+        devices=GPU,
+    ),
     "quantisation": Mechanism("ragged", dict(quantization="none"), "--quant none"),
     "speculation": Mechanism(
         "copying",
@@ -344,7 +352,7 @@ class Ablation:
             return run
 
         runners = {side: runner(llm) for side, llm in sides.items()}
-        reports = interleave(runners, self.rounds, attempts=MOST_ATTEMPTS)
+        reports = interleave(runners, self.rounds, attempts=MAX_ATTEMPTS)
         self._add_row(name, mechanism, workload, reports)
         del sides
         release_memory()
@@ -378,7 +386,9 @@ class Ablation:
             on=spread(on),
             off=spread(off),
             contribution=contribution,
-            most_running={side: found[0].most_running for side, found in reports.items()},
+            most_running={
+                side: side_reports[0].most_running for side, side_reports in reports.items()
+            },
             same_tokens=reports["on"][0].replies == reports["off"][0].replies,
             verdict=verdict(contribution),
             noisy=is_noisy(contribution),
@@ -505,16 +515,16 @@ def panels(result: Result) -> list[Panel]:
 
 
 def notes(result: Result) -> list[str]:
-    found = []
+    lines = []
     for row in result["rows"]:
         if row["noisy"]:
-            found.append(
+            lines.append(
                 f"{row['mechanism']}: the rounds differ by more than 25%, so the machine was busy "
                 "or the figure is unstable."
             )
         if row["is_default"] and row["verdict"] != "helps":
-            found.append(f"{row['mechanism']} did not help in every round of this run.")
-    return found
+            lines.append(f"{row['mechanism']} did not help in every round of this run.")
+    return lines
 
 
 VIEW = ResultView(tables, panels, notes)

@@ -59,7 +59,8 @@ class ServerActivity:
 
     @property
     def host_seconds(self) -> float:
-        """The part of it in which only the host worked. On a CPU, launching is computing."""
+        """The time of steps in which only the host worked. On a CPU, the launch is the
+        computation, so its time does not count."""
         host = self.plan_seconds + self.commit_seconds
         return host + (self.launch_seconds if self.device == "cuda" else 0.0)
 
@@ -85,14 +86,14 @@ def find_bound(activity: ServerActivity) -> Bound:
 
 def find_starvation(activity: ServerActivity) -> str | None:
     """Return a remark if other programs take the cores that a CPU engine computes on."""
-    got = activity.engine_cpu_seconds / max(activity.busy_seconds, 1e-9)
+    core_share = activity.engine_cpu_seconds / max(activity.busy_seconds, 1e-9)
     if activity.device != "cpu" or activity.busy_seconds < 0.2 * activity.seconds:
         return None
-    if got >= STARVED:
+    if core_share >= STARVED:
         return None
     return (
-        f"The engine got {got:.0%} of a core while it was in steps: other programs on this machine "
-        "take the cores, and every figure above is slower than the engine."
+        f"The engine got {core_share:.0%} of a core while it was in steps: other programs on this "
+        "machine take the cores, and every figure above is slower than the engine."
     )
 
 
@@ -140,8 +141,8 @@ def idle_bound(activity: ServerActivity) -> Bound | None:
 
 
 def memory_bound(activity: ServerActivity) -> Bound | None:
-    full = activity.kv_usage >= FULL_POOL and activity.waiting >= 1
-    if not (full or activity.preemptions):
+    is_full = activity.kv_usage >= FULL_POOL and activity.waiting >= 1
+    if not (is_full or activity.preemptions):
         return None
     return Bound(
         "memory",

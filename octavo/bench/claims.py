@@ -110,10 +110,10 @@ def batching(bench: ClaimBench) -> list[Finding]:
     llm = bench.load(
         "tinyllama-1.1b", max_num_seqs=4, max_model_len=256, enable_prefix_caching=False
     )
-    found = measure_batching.measure(llm, 32, bench.rounds)
+    result = measure_batching.measure(llm, 32, bench.rounds)
     return [
-        Finding("batched over sequential", found["ratio"]["median"], "x"),
-        Finding("batched", found["batched_tok_s"]["median"], "tok/s"),
+        Finding("batched over sequential", result["ratio"]["median"], "x"),
+        Finding("batched", result["batched_tok_s"]["median"], "tok/s"),
     ]
 
 
@@ -163,24 +163,24 @@ def serving(bench: ClaimBench) -> list[Finding]:
                 ("one prompt", {}),
                 ("distinct prompts", {"distinct": True, "requests": distinct}),
             ):
-                found = run_client(running, replace(load, **changes))  # type: ignore[arg-type]
-                if found["wrong"]:
-                    raise OctavoError(f"replies are wrong and do not count: {found['wrong']}")
-                seconds = found["seconds"]
-                latency = percentiles([end - sent for _, sent, _, end in found["good"]])
+                result = run_client(running, replace(load, **changes))  # type: ignore[arg-type]
+                if result["wrong"]:
+                    raise OctavoError(f"replies are wrong and do not count: {result['wrong']}")
+                seconds = result["seconds"]
+                latency = percentiles([end - sent for _, sent, _, end in result["good"]])
                 findings += [
-                    Finding(case, len(found["good"]) / seconds, "requests/s"),
-                    Finding(case, found["tokens"] / seconds, "tok/s"),
+                    Finding(case, len(result["good"]) / seconds, "requests/s"),
+                    Finding(case, result["tokens"] / seconds, "tok/s"),
                     Finding("p50", latency["p50"], "ms"),
                     Finding("p95", latency["p95"], "ms"),
                 ]
     with failing_server() as port:
-        found = measure_http(replace(load, port=port))
-        answered = sum(found["statuses"].values())
+        result = measure_http(replace(load, port=port))
+        answered = sum(result["statuses"].values())
         findings.append(
             Finding(
                 "the claim's way of counting, against a server that only fails",
-                answered / found["seconds"],
+                answered / result["seconds"],
                 "requests/s",
             )
         )
@@ -200,12 +200,14 @@ def window_batching(bench: ClaimBench) -> list[Finding]:
         return lambda: drive(llm.engine, jobs, clients=8).tokens_per_second
 
     drive(modes["continuous"].engine, jobs, clients=8)  # warm-up
-    found = interleave({name: runner(llm) for name, llm in modes.items()}, bench.rounds)
+    speeds = interleave({name: runner(llm) for name, llm in modes.items()}, bench.rounds)
     return [
-        Finding("window over one at a time", ratios(found["window"], found["none"])["median"], "x"),
+        Finding(
+            "window over one at a time", ratios(speeds["window"], speeds["none"])["median"], "x"
+        ),
         Finding(
             "continuous over one at a time",
-            ratios(found["continuous"], found["none"])["median"],
+            ratios(speeds["continuous"], speeds["none"])["median"],
             "x",
         ),
     ]

@@ -27,7 +27,7 @@ from octavo.bench.cluster_router import ROUTERS, Router
 from octavo.core.trace import BLOCK, SyntheticTrace, TraceEntry
 
 BINS_PER_FACTOR = 100  # bins of the histogram of times, for each factor of e
-SHORTEST = 1e-5  # seconds, of the first bin
+SHORTEST = 1e-5  # the time of the first bin, in seconds
 NUM_BINS = 2400
 MAX_PIECES = 8  # into which a run of steps is divided for the histogram
 
@@ -43,18 +43,20 @@ def requests_of_entries(entries: Iterable[TraceEntry]) -> Iterator[ClusterReques
 
 
 def synthetic_requests(trace: SyntheticTrace) -> Iterator[ClusterRequest]:
-    """Make the requests of a synthetic trace one by one, so that a million need no memory.
+    """Make the requests of a synthetic trace one by one, so that a million need little memory.
 
-    A prompt is the segment of its group and a segment of its own. The numbers are drawn in another
-    order than for TraceEntry, so the requests differ and their distribution does not."""
+    A prompt consists of a segment that its group shares and a unique segment. The random numbers
+    are drawn in another order than for TraceEntry, so the requests are others with the same
+    distribution.
+    """
     generator = np.random.default_rng(trace.seed)
     weights = np.array(trace.group_weights())
     edges = np.cumsum(weights) / weights.sum()
     shared = trace.shared // BLOCK * BLOCK
     arrival = 0.0
-    made = 0
-    while made < trace.num_requests:
-        count = min(trace.num_requests - made, 65_536)
+    num_made = 0
+    while num_made < trace.num_requests:
+        count = min(trace.num_requests - num_made, 65_536)
         gaps = generator.exponential(1 / trace.rate, count)
         prompts = generator.integers(trace.prompt[0], trace.prompt[1] + 1, count)
         outputs = generator.integers(trace.output[0], trace.output[1] + 1, count)
@@ -62,10 +64,14 @@ def synthetic_requests(trace: SyntheticTrace) -> Iterator[ClusterRequest]:
         drawn = zip(gaps.tolist(), prompts.tolist(), outputs.tolist(), groups.tolist(), strict=True)
         for gap, own_prompt, output, group in drawn:
             arrival += gap
-            made += 1
+            num_made += 1
             prompt = trace.shared + own_prompt
-            own = (prompt + output) // BLOCK * BLOCK - shared
-            segments = [(-1 - group, shared), (made, own)] if shared else [(made, own)]
+            own_tokens = (prompt + output) // BLOCK * BLOCK - shared
+            segments = (
+                [(-1 - group, shared), (num_made, own_tokens)]
+                if shared
+                else [(num_made, own_tokens)]
+            )
             yield ClusterRequest(arrival, prompt, output, segments)
 
 

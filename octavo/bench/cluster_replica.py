@@ -55,15 +55,16 @@ class PrefixSegments:
         self.tokens = 0
 
     def match(self, request: ClusterRequest, block_size: int) -> int:
-        """Return how many tokens of the prompt are cached, in whole blocks and not all of it."""
-        found = 0
+        """Return how many tokens of the prompt are cached. Only full blocks count, and the last
+        token of the prompt is always computed."""
+        cached_tokens = 0
         for key, tokens in request.segments:
-            if key not in self.segments or found >= request.prompt:
+            if key not in self.segments or cached_tokens >= request.prompt:
                 break
             self.segments.move_to_end(key)
-            found += tokens
-        most = (request.prompt - 1) // block_size * block_size
-        return min(found // block_size * block_size, most)
+            cached_tokens += tokens
+        max_cached = (request.prompt - 1) // block_size * block_size
+        return min(cached_tokens // block_size * block_size, max_cached)
 
     def add(self, segments: list[Segment]) -> int:
         """Add segments, and return how many tokens are new."""

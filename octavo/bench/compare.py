@@ -28,7 +28,7 @@ from octavo.bench.http_load import Load
 from octavo.bench.interleave import spread
 from octavo.bench.measure_serve import RunningServer, run_client
 from octavo.bench.openai_endpoint import OpenAIEndpoint
-from octavo.bench.other_work import MOST_OTHER_WORK, measure_undisturbed
+from octavo.bench.other_work import MAX_OTHER_WORK, measure_undisturbed
 from octavo.bench.peers.engines import PACKAGES
 from octavo.bench.picture import Panel, bars
 from octavo.bench.result_file import BenchRun
@@ -46,8 +46,8 @@ STREAMS = 16
 STREAM_TOKENS = 64
 START_SECONDS = 600.0  # time limit for an engine to load
 RUN_SECONDS = 300.0  # time limit of one measurement
-PAUSE_SECONDS = 0.3  # so that threads of the last engine, which may spin for a while, sleep
-MOST_ATTEMPTS = 5  # attempts at a measurement that other programs disturb
+PAUSE_SECONDS = 0.3  # Threads of the engine measured last may spin for a while before they sleep.
+MAX_ATTEMPTS = 5  # attempts at a measurement that other programs disturb
 
 
 class Contender(Protocol):
@@ -137,7 +137,7 @@ class EngineProcess:
         """Return how long the engine takes. Raises OctavoError unless every token arrives."""
         assert self.process.stdin is not None
         request = json.dumps({"prompts": prompts, "count": count})
-        with suppress(OSError):  # If the process has ended, _receive says so.
+        with suppress(OSError):  # If the process has ended, _receive raises an error.
             print(request, file=self.process.stdin, flush=True)
         answer = self._receive(RUN_SECONDS)
         lengths = [len(reply) for reply in answer["replies"]]
@@ -156,9 +156,9 @@ class EngineProcess:
             return LONG_PROMPT / self.generate_seconds([prompt], 1)
         if workload == "decode":
             prompt = self.prompts.prompt(number, SHORT_PROMPT)
-            first_token = self.generate_seconds([prompt], 1)
-            whole = self.generate_seconds([prompt], DECODE_TOKENS)
-            return (DECODE_TOKENS - 1) / max(whole - first_token, 1e-9)
+            one_token = self.generate_seconds([prompt], 1)
+            all_tokens = self.generate_seconds([prompt], DECODE_TOKENS)
+            return (DECODE_TOKENS - 1) / max(all_tokens - one_token, 1e-9)
         prompts = [
             self.prompts.prompt(STREAMS * number + stream, SHORT_PROMPT)
             for stream in range(STREAMS)
@@ -179,8 +179,8 @@ class EngineProcess:
 
 
 class EndpointContender:
-    """A server with the OpenAI API. The text of its prompts has about the lengths of the engines'
-    prompts; the server's usage says how long they are."""
+    """A server with the OpenAI API. Its prompts are text of about the same number of tokens as the
+    prompts of the engines. The usage in its replies has the exact number."""
 
     pid: int | None = None
 
@@ -250,7 +250,7 @@ class Comparison:
         self.other_work = 0.0  # the largest share of the cores that others used in a measurement
 
     def add(self, name: str, start: Callable[[], Contender]) -> None:
-        """Start a contender. One that does not start is recorded, and the others go on."""
+        """Start a contender. If it does not start, record the reason and measure the others."""
         self.advance(f"starting {name}")
         try:
             contender = start()
@@ -273,10 +273,10 @@ class Comparison:
     def _measure_one(self, contender: Contender, workload: str, number: int) -> None:
         self.advance(f"round {number} of {self.rounds}: {workload}, {contender.name}")
         try:
-            found = measure_undisturbed(
+            measurement = measure_undisturbed(
                 lambda: contender.measure(workload, number),
                 () if contender.pid is None else (contender.pid,),
-                attempts=MOST_ATTEMPTS if number and contender.pid is not None else 1,
+                attempts=MAX_ATTEMPTS if number and contender.pid is not None else 1,
             )
         except OctavoError as error:
             self.run.skip(contender.name, str(error))
@@ -284,9 +284,9 @@ class Comparison:
             contender.close()
             return
         if number:
-            self.figures[contender.name][workload].append(found.figure)
+            self.figures[contender.name][workload].append(measurement.figure)
             if contender.pid is not None:
-                self.other_work = max(self.other_work, found.other_work)
+                self.other_work = max(self.other_work, measurement.other_work)
 
     def _save(self) -> None:
         rows = []
@@ -304,39 +304,39 @@ class Comparison:
 
 
 def bars_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return for each workload the best peer, and how many times as fast Octavo is. No engine
-    drafts in this comparison."""
+    """Return for each workload the best peer, and how many times as fast Octavo is. The comparison
+    is without drafts on either side."""
     ours = next((row for row in rows if row["name"] == OURS), None)
     peers = [row for row in rows if row["name"] not in (OURS, OURS_WITH_DRAFTS)]
     if ours is None or not peers:
         return {}
-    found = {}
+    bars = {}
     for workload in WORKLOADS:
         best = max(peers, key=lambda row: row[workload]["median"])
         ratio = ours[workload]["median"] / best[workload]["median"]
-        found[workload] = {"best_peer": best["name"], "ratio": ratio}
-    return found
+        bars[workload] = {"best_peer": best["name"], "ratio": ratio}
+    return bars
 
 
 def default_python(peers: Path | None) -> str:
-    """Return the Python of the peers' environment, or our own if there is none."""
+    """Return the Python of the peers' environment. Without one, return Octavo's own."""
     candidate = None if peers is None else peers / "bin" / "python"
     return str(candidate) if candidate is not None and candidate.exists() else sys.executable
 
 
 def installed_engines(peers: Path) -> list[str]:
-    """Return the engines whose packages the peers' environment has."""
+    """Return the engines whose packages are installed in the peers' environment."""
     python = peers / "bin" / "python"
     if not python.exists():
         return []
-    others = {name: package for name, package in PACKAGES.items() if name != OURS}
+    peer_packages = {name: package for name, package in PACKAGES.items() if name != OURS}
     program = (
         "import importlib.util, sys;"
         "print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name)])"
     )
-    command = [str(python), "-c", program, *set(others.values())]
-    found = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    return [name for name, package in others.items() if package in found]
+    command = [str(python), "-c", program, *set(peer_packages.values())]
+    importable = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return [name for name, package in peer_packages.items() if package in importable]
 
 
 # ---- view ----------------------------------------------------------------------------------------
@@ -368,18 +368,18 @@ def tables(result: Result) -> list[ResultTable]:
 
 
 def notes(result: Result) -> list[str]:
-    found = [
+    lines = [
         f"{TITLES[workload].partition(',')[0]}: Octavo is {bar['ratio']:.2f} times as fast as "
         f"{bar['best_peer']}, the best of the others."
         for workload, bar in result.get("bars", {}).items()
     ]
     other_work = result.get("other_work", 0.0)
-    if other_work > MOST_OTHER_WORK:
-        found.append(
+    if other_work > MAX_OTHER_WORK:
+        lines.append(
             f"Other programs used up to {other_work:.0%} of the cores in a measurement: figures of "
             "an idle machine are higher."
         )
-    return found
+    return lines
 
 
 def panels(result: Result) -> list[Panel]:

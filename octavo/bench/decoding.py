@@ -94,8 +94,8 @@ class DecodingBench:
             self.run.add_row(**row, **self._quality(name))
             self.advance()
 
-    def _params(self, name: str, max_tokens: int, **more: Any) -> SamplingParams:
-        return SamplingParams(**STRATEGIES[name], max_tokens=max_tokens, seed=1, **more)
+    def _params(self, name: str, max_tokens: int, **changes: Any) -> SamplingParams:
+        return SamplingParams(**STRATEGIES[name], max_tokens=max_tokens, seed=1, **changes)
 
     def _timed(self, name: str, streams: int) -> Callable[[], float]:
         params = self._params(name, MAX_TOKENS, ignore_eos=True, detokenize=False)
@@ -112,32 +112,32 @@ class DecodingBench:
     def _quality(self, name: str) -> dict[str, float]:
         outputs = self.llm.generate(self.prompts, self._params(name, MAX_TOKENS), use_tqdm=False)
         replies = [list(output.outputs[0].token_ids) for output in outputs]
-        right = 0
+        num_right = 0
         facts = self.llm.generate(
             [beginning for beginning, _ in FACTS], self._params(name, 12), use_tqdm=False
         )
-        for output, (_, words) in zip(facts, FACTS, strict=True):
-            right += any(word in output.outputs[0].text for word in words)
+        for output, (_, expected_words) in zip(facts, FACTS, strict=True):
+            num_right += any(word in output.outputs[0].text for word in expected_words)
         return {
             "mean_logprob": self._mean_logprob(replies),
             "repeats": statistics.mean(repeated_share(reply) for reply in replies),
             "distinct": distinct_share(replies),
-            "facts": right / len(FACTS),
+            "facts": num_right / len(FACTS),
         }
 
     def _mean_logprob(self, replies: list[list[int]]) -> float:
         """Return the mean log-probability of the replies' tokens under the model."""
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
-        known = [
+        non_empty = [
             (prompt, reply) for prompt, reply in zip(self.prompts, replies, strict=True) if reply
         ]
         outputs = self.llm.generate(
-            [prompt + reply for prompt, reply in known], params, use_tqdm=False
+            [prompt + reply for prompt, reply in non_empty], params, use_tqdm=False
         )
         logprobs: list[float] = []
-        for output, (prompt, reply) in zip(outputs, known, strict=True):
-            found = output.prompt_logprobs or []
-            for token, entry in zip(reply, found[len(prompt) :], strict=True):
+        for output, (prompt, reply) in zip(outputs, non_empty, strict=True):
+            prompt_logprobs = output.prompt_logprobs or []
+            for token, entry in zip(reply, prompt_logprobs[len(prompt) :], strict=True):
                 assert entry is not None
                 logprobs.append(entry[token].logprob)
         return statistics.mean(logprobs)

@@ -1,5 +1,8 @@
-"""Measures what batch-invariant kernels cost: two engines with the same weights, one of them with
-the option `deterministic`, run the same workloads in turn."""
+"""Measures what batch-invariant kernels cost.
+
+Two engines with the same weights run the same workloads in turn. One of them has the option
+`deterministic`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from octavo.bench.workloads import WORKLOADS, Workload
 from octavo.engine_options import EngineOptions
 from octavo.llm import LLM
 
-# Tokens of KV of each engine. The workload `offline` has up to 280,000 at once; the KV of Llama-8B
-# for them takes 36 GiB in each of two engines.
+# The number of tokens whose KV fits into the pool of each engine. The workload `offline` has up to
+# 280,000 tokens at once, whose KV takes 36 GiB for Llama-8B in each of the two engines.
 KV_TOKENS = {"cpu": 32 * 1024, "cuda": 288 * 1024}
 SIDES = {"plain": False, "deterministic": True}
 
@@ -76,8 +79,8 @@ def measure(engines: dict[str, LLM], name: str, rounds: int) -> dict[str, Any]:
 
 
 def library_rows(llm: LLM) -> dict[str, list[int]]:
-    """Return for which numbers of rows a library computes the products of each weight shape, on a
-    GPU. The others are computed by the kernel."""
+    """Return the numbers of rows for which a library computes the products on a GPU, by weight
+    shape. The kernel computes all other products."""
     shapes = getattr(llm.model.ops, "library_shapes", None)
     if shapes is None:
         return {}
@@ -116,7 +119,7 @@ def panels(result: Result) -> list[Panel]:
 
 
 def notes(result: Result) -> list[str]:
-    found = [
+    lines = [
         f"{row['workload']}: the rounds differ by more than 25%, so the machine was busy or the "
         "figure is unstable."
         for row in result["rows"]
@@ -124,11 +127,11 @@ def notes(result: Result) -> list[str]:
     ]
     slow = [shape for shape, rows in result.get("library_rows", {}).items() if not rows]
     if slow:
-        found.append(
+        lines.append(
             f"The library has other bits than the kernel for weights of {', '.join(slow)}, so the "
             "kernel computes these products for every number of rows."
         )
-    return found
+    return lines
 
 
 VIEW = ResultView(tables, panels, notes)

@@ -57,16 +57,18 @@ class DriveReport:
         """Return the seconds from the arrival of each job of a group to its first token."""
         return [
             times[0] - sent
-            for times, sent, own in zip(self.token_times, self.sent_at, self.groups, strict=True)
-            if own == group
+            for times, sent, job_group in zip(
+                self.token_times, self.sent_at, self.groups, strict=True
+            )
+            if job_group == group
         ]
 
     def gaps(self, group: str = "") -> list[float]:
         """Return the seconds between two tokens of one reply, for all jobs of a group."""
         return [
             later - earlier
-            for times, own in zip(self.token_times, self.groups, strict=True)
-            if own == group
+            for times, job_group in zip(self.token_times, self.groups, strict=True)
+            if job_group == group
             for earlier, later in pairwise(times)
         ]
 
@@ -105,7 +107,7 @@ class Driver:
                 self.report.most_running, len(self.engine.scheduler.running)
             )
             for output in outputs:
-                self._take(output, now)
+                self._record(output, now)
         self.report.seconds = time.perf_counter() - start
         expected = sum(job.output for job in self.jobs)
         if self.report.tokens != expected:
@@ -116,8 +118,8 @@ class Driver:
 
     def _send(self) -> None:
         while self.pending and self.idle_clients:
-            number = self.pending[0]
-            job = self.jobs[number]
+            job_index = self.pending[0]
+            job = self.jobs[job_index]
             if job.after > self.generated and not self.engine.idle:
                 return
             self.pending.popleft()
@@ -127,19 +129,19 @@ class Driver:
                 max_tokens=job.max_tokens or job.output,
                 ignore_eos=True,
                 detokenize=False,
-                seed=number,
+                seed=job_index,
             )
-            self.report.sent_at[number] = time.perf_counter()
-            self.engine.add(Request(str(number), job.prompt, params))
+            self.report.sent_at[job_index] = time.perf_counter()
+            self.engine.add(Request(str(job_index), job.prompt, params))
 
-    def _take(self, output: Output, now: float) -> None:
+    def _record(self, output: Output, now: float) -> None:
         if output.error is not None:
             raise OctavoError(f"a request failed ({output.error}), so the run does not count")
-        number = int(output.request_id)
-        reply = self.report.replies[number]
-        num_missing = self.jobs[number].output - len(reply)
+        job_index = int(output.request_id)
+        reply = self.report.replies[job_index]
+        num_missing = self.jobs[job_index].output - len(reply)
         reply += output.tokens[:num_missing]
-        self.report.token_times[number] += [now] * len(output.tokens[:num_missing])
+        self.report.token_times[job_index] += [now] * len(output.tokens[:num_missing])
         self.generated += len(output.tokens[:num_missing])
         if output.finish_reason is None and len(output.tokens) >= num_missing:
             self.engine.stop(output.request_id, output.index)

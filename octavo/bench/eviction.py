@@ -3,7 +3,7 @@
     full      keeps the whole text
     window    keeps the latest tokens: kv_eviction sinks without sinks
     sinks     keeps the first block and the latest tokens
-    heavy     keeps the first block, the latest half, and of the rest the most attended tokens
+    heavy     keeps the first block, the latest half, and the most attended of the other tokens
 
 The text is that of octavo/bench/measure_quant.py. A guide forces the engine to generate it token by
 token, so the bench measures how replies are computed. With a full cache this makes no difference,

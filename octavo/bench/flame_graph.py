@@ -25,7 +25,7 @@ from octavo.errors import OctavoError
 WIDTH = 1200
 ROW = 18
 LETTER = 6.6  # average width at font size 11
-LEAST_PIXELS = 1.0  # narrower rectangles are left out
+MIN_PIXELS = 1.0  # narrower rectangles are left out
 FRAME = re.compile(r"(?P<name>.+) \((?P<file>[^()]*?)(:(?P<line>\d+))?\)$")
 
 
@@ -36,7 +36,7 @@ def find_py_spy() -> str | None:
 
 
 class StackSampler:
-    """Samples a process in the background until `finish`. Raises OctavoError if it cannot."""
+    """Samples a process in the background until `finish`. Raises OctavoError without py-spy."""
 
     def __init__(self, pid: int, seconds: float, rate: int = 100, subprocesses: bool = False):
         program = find_py_spy()
@@ -71,30 +71,30 @@ class StackSampler:
 
 def read_stacks(text: str) -> Counter[str]:
     """Read lines of the form `outermost;...;innermost COUNT`."""
-    found: Counter[str] = Counter()
+    samples: Counter[str] = Counter()
     for line in text.splitlines():
         stack, _, count = line.rpartition(" ")
         if stack and count.isdigit():
-            found[stack] += int(count)
-    return found
+            samples[stack] += int(count)
+    return samples
 
 
 def hottest_functions(stacks: Counter[str], count: int = 5) -> list[tuple[str, float]]:
-    """Return the functions in which most samples were taken, and their shares."""
-    own: Counter[str] = Counter()
+    """Return the functions with the most samples of their own, and their shares of all samples."""
+    samples_by_function: Counter[str] = Counter()
     for stack, samples in stacks.items():
-        own[short_name(stack.rpartition(";")[2])] += samples
+        samples_by_function[short_name(stack.rpartition(";")[2])] += samples
     total = max(sum(stacks.values()), 1)
-    return [(name, samples / total) for name, samples in own.most_common(count)]
+    return [(name, samples / total) for name, samples in samples_by_function.most_common(count)]
 
 
 def short_name(frame: str) -> str:
     """Return a frame without its line, and with the last two parts of its path."""
-    found = FRAME.match(frame)
-    if found is None:
+    match = FRAME.match(frame)
+    if match is None:
         return frame
-    parts = Path(found["file"]).parts[-2:]
-    return f"{found['name']} ({'/'.join(parts)})"
+    path_end = Path(match["file"]).parts[-2:]
+    return f"{match['name']} ({'/'.join(path_end)})"
 
 
 # ---- drawing -------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def short_name(frame: str) -> str:
 
 @dataclass
 class FlameNode:
-    """A function as it was called from the node above."""
+    """A function in one call path: the children are the functions that it called."""
 
     name: str
     samples: int = 0
@@ -128,7 +128,7 @@ def flame_svg(title: str, stacks: Counter[str]) -> str:
     place(root, 0.0, 0, WIDTH / max(root.samples, 1), rectangles)
     depth = max((level for _, level, _, _ in rectangles), default=0) + 1
     height = (depth + 2) * ROW
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" role="img" font-family="system-ui, sans-serif">'
         f'<rect width="100%" height="100%" fill="#fff"/>'
@@ -138,14 +138,14 @@ def flame_svg(title: str, stacks: Counter[str]) -> str:
     for left, level, width, node in rectangles:
         top = height - (level + 1) * ROW
         share = node.samples / max(root.samples, 1)
-        shown = node.name[: max(int(width / LETTER) - 1, 0)]
-        parts.append(
+        label = node.name[: max(int(width / LETTER) - 1, 0)]
+        elements.append(
             f'<g><title>{escape(node.name)}: {share:.1%}</title><rect x="{left:.1f}" y="{top}" '
             f'width="{max(width - 0.5, 0.5):.1f}" height="{ROW - 1}" rx="2" '
             f'fill="{colour_of(node.name)}"/><text x="{left + 3:.1f}" y="{top + ROW - 6}" '
-            f'font-size="11">{escape(shown)}</text></g>'
+            f'font-size="11">{escape(label)}</text></g>'
         )
-    return "\n".join([*parts, "</svg>\n"])
+    return "\n".join([*elements, "</svg>\n"])
 
 
 def place(
@@ -157,10 +157,10 @@ def place(
 ) -> None:
     """Add the rectangles of a node and of the functions that it called."""
     width = node.samples * pixels
-    if width < LEAST_PIXELS:
+    if width < MIN_PIXELS:
         return
     rectangles.append((left, level, width, node))
-    for child in sorted(node.children.values(), key=lambda each: each.name):
+    for child in sorted(node.children.values(), key=lambda called: called.name):
         place(child, left, level + 1, pixels, rectangles)
         left += child.samples * pixels
 

@@ -350,10 +350,10 @@ def summarize(load: Load, run: Run, cpu_seconds: float) -> dict[str, Any]:
         problems["bytes that nobody requested"] += 1
     started = min((reply.sent for reply in run.replies), default=0.0)
     seconds = max((reply.last_byte for reply in run.replies), default=0.0) - started
-    shown = asdict(load)
-    shown["headers"] = sorted(load.headers)  # without their values: one may be a key
+    load_fields = asdict(load)
+    load_fields["headers"] = sorted(load.headers)  # without their values: one may be a key
     return {
-        "load": shown,
+        "load": load_fields,
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
         "tokens": tokens,

@@ -22,17 +22,18 @@ def interleave(
     advance: Callable[[], None] = lambda: None,
     attempts: int = 1,
 ) -> dict[str, list[Figure]]:
-    """Return what each side returned in each round. `advance` is called after each call.
+    """Return the figure of each side in each round. `advance` is called after each call.
 
     With several `attempts`, a call that other programs disturb is repeated. The sides must then
-    compute in this process."""
-    found: dict[str, list[Figure]] = {name: [] for name in sides}
-    for number in range(rounds):
-        names = list(sides) if number % 2 == 0 else list(sides)[::-1]
+    compute in this process.
+    """
+    figures: dict[str, list[Figure]] = {name: [] for name in sides}
+    for round_index in range(rounds):
+        names = list(sides) if round_index % 2 == 0 else list(sides)[::-1]
         for name in names:
-            found[name].append(measure_undisturbed(sides[name], attempts=attempts).figure)
+            figures[name].append(measure_undisturbed(sides[name], attempts=attempts).figure)
             advance()
-    return found
+    return figures
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -141,8 +141,8 @@ def noise(
 def bytes_per_step(llm: LLM) -> int:
     """Return the bytes of weights that a decode step reads.
 
-    These are all weights, except an embedding that is not also the head: of it a step reads one row
-    for each sequence.
+    A step reads all weights, but only one row for each sequence of an embedding that is not also
+    the head. The embedding is not counted then.
     """
     # The tables of rotary embeddings are looked up too.
     buffer_bytes = sum(

@@ -364,10 +364,10 @@ def tables(result: Result) -> list[ResultTable]:
         cpu = [f"{row['cpu_us_a_request'][process]:,.0f}" for process in ("front", "engine")]
         speed = (f"{row['good']:,}", f"{row['requests_s']:,.1f}", f"{row['tok_s']:,.0f}")
         rows.append((row["case"], *speed, *engine_cells, *latency, *first_token, *cpu))
-    found = [ResultTable(columns, rows)]
+    result_tables = [ResultTable(columns, rows)]
     traced = [row for row in result["rows"] if "added_ms" in row]
     if traced:
-        found.append(
+        result_tables.append(
             ResultTable(
                 ("ms to the first byte, p50 (p99)", *TIME_PARTS.values()),
                 [
@@ -382,7 +382,7 @@ def tables(result: Result) -> list[ResultTable]:
                 ],
             )
         )
-    return found
+    return result_tables
 
 
 def notes(result: Result) -> list[str]:

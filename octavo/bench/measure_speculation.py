@@ -34,7 +34,7 @@ from octavo.llm import LLM
 from octavo.params import SamplingParams
 from octavo.types import Output, Request
 
-FEWEST_PROMPTS = 4  # A single stream computes so many prompts one after another.
+MIN_PROMPTS = 4  # The prompts that a single stream computes one after another.
 
 # The points of --grid: the model or shape, and the exit layers of early_exit. None is the embedded
 # model.
@@ -99,7 +99,7 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
 
 
 class Method(NamedTuple):
-    """How one side drafts."""
+    """The drafting method of one side."""
 
     config: SpeculativeConfig
     acceptance: float | None = None  # for synthetic drafts (octavo/bench/synthetic_drafts.py)
@@ -190,7 +190,7 @@ def measure(
 def encode_prompts(llm: LLM, case: Case) -> list[list[int]]:
     """Return the prompts of a case as token ids: with the chat template, if the model has one."""
     texts = WORKLOADS[case.workload]
-    count = max(FEWEST_PROMPTS, case.streams)
+    count = max(MIN_PROMPTS, case.streams)
     texts = tuple(texts[index % len(texts)] for index in range(count))
     if llm.tokenizer is None or llm.tokenizer.chat_template is None:
         return encode(llm, texts)
@@ -203,7 +203,7 @@ def decode(llm: LLM, prompts: list[list[int]], case: Case, max_tokens: int) -> D
     speculation = llm.engine.scheduler.speculation
     if speculation is not None and isinstance(speculation.drafter, SuffixDrafter):
         speculation.drafter.histories.clear()  # They contain the replies of other rounds.
-    done = Decoding()
+    decoding = Decoding()
     for first in range(0, len(prompts), case.streams):
         batch = prompts[first : first + case.streams]
         params = [
@@ -215,12 +215,12 @@ def decode(llm: LLM, prompts: list[list[int]], case: Case, max_tokens: int) -> D
             )
             for index in range(len(batch))
         ]
-        decode_batch(llm, batch, params, done)
-    return done
+        decode_batch(llm, batch, params, decoding)
+    return decoding
 
 
 def decode_batch(
-    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], done: Decoding
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], decoding: Decoding
 ) -> None:
     """Compute prompts at once, and add the measurements to `done`."""
     engine = llm.engine
@@ -237,12 +237,12 @@ def decode_batch(
     while not engine.idle:
         outputs = engine.step()
         collect(outputs, replies)
-        done.sequence_steps += len(outputs)
-    done.seconds += time.perf_counter() - start
-    done.tokens += sum(map(len, replies)) - tokens_before
-    done.drafted += counters.drafted - drafted_before
-    done.accepted += counters.accepted - accepted_before
-    done.replies += replies
+        decoding.sequence_steps += len(outputs)
+    decoding.seconds += time.perf_counter() - start
+    decoding.tokens += sum(map(len, replies)) - tokens_before
+    decoding.drafted += counters.drafted - drafted_before
+    decoding.accepted += counters.accepted - accepted_before
+    decoding.replies += replies
 
 
 def collect(outputs: list[Output], replies: list[list[int]]) -> None:
@@ -261,15 +261,15 @@ def draft_counters(llm: LLM) -> DraftCounters:
 
 
 def compare(rounds: list[dict[str, Decoding]], name: str) -> dict[str, Any]:
-    """Compare a method with plain decoding. The first round gives tokens, and no speeds."""
+    """Compare a method with plain decoding. The first round is compared by its tokens only."""
     measured = rounds[1:]
-    plain_speeds = [each[""].tokens_per_second for each in measured]
-    speeds = [each[name].tokens_per_second for each in measured]
+    plain_speeds = [measured_round[""].tokens_per_second for measured_round in measured]
+    speeds = [measured_round[name].tokens_per_second for measured_round in measured]
     ratios = [speed / plain for speed, plain in zip(speeds, plain_speeds, strict=True)]
-    drafted = sum(each[name].drafted for each in measured)
-    accepted = sum(each[name].accepted for each in measured)
-    tokens = sum(each[name].tokens for each in measured)
-    sequence_steps = sum(each[name].sequence_steps for each in measured)
+    drafted = sum(measured_round[name].drafted for measured_round in measured)
+    accepted = sum(measured_round[name].accepted for measured_round in measured)
+    tokens = sum(measured_round[name].tokens for measured_round in measured)
+    sequence_steps = sum(measured_round[name].sequence_steps for measured_round in measured)
     return {
         "plain_tok_s": spread(plain_speeds),
         "tok_s": spread(speeds),
@@ -286,20 +286,20 @@ def compare(rounds: list[dict[str, Decoding]], name: str) -> dict[str, Any]:
 
 
 def find_differences(rounds: list[dict[str, Decoding]], name: str) -> list[dict[str, int]]:
-    """Return where the method gave another token than plain decoding in the first round, once for
-    each prompt."""
-    found: dict[int, dict[str, int]] = {}
+    """Return the prompts for which the method gave other tokens than plain decoding in the first
+    round, and the position of the first different token."""
+    differences: dict[int, dict[str, int]] = {}
     expected = rounds[0][""].replies
-    for each in rounds:
-        for number, (reply, expected_reply) in enumerate(
-            zip(each[name].replies, expected, strict=True)
+    for round_results in rounds:
+        for prompt_index, (reply, expected_reply) in enumerate(
+            zip(round_results[name].replies, expected, strict=True)
         ):
-            if reply != expected_reply and number not in found:
+            if reply != expected_reply and prompt_index not in differences:
                 pairs = zip(reply, expected_reply, strict=False)
-                same = [one == other for one, other in pairs]
+                same = [token == expected_token for token, expected_token in pairs]
                 position = same.index(False) if False in same else len(same)
-                found[number] = {"prompt": number, "token": position}
-    return list(found.values())
+                differences[prompt_index] = {"prompt": prompt_index, "token": position}
+    return list(differences.values())
 
 
 def predict_ratio(
@@ -307,7 +307,7 @@ def predict_ratio(
 ) -> float | None:
     """Predict the ratio of early exit from its acceptance, or return None for other methods.
 
-    A step gives 1 + a * K tokens and computes K times the first layers besides the whole model.
+    A step gives 1 + a * K tokens. It computes the first layers K times and all layers once.
     With adaptive drafts, K is the number of drafts that a step verified on average.
     """
     if config.method != "early_exit" or record["acceptance"] is None:

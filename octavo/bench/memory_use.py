@@ -52,19 +52,19 @@ class MemoryTrace:
         scheduler = self.llm.engine.scheduler
         block_size = scheduler.pool.block_size
         running = scheduler.running
-        taken = sum(len(seq.block_table) for seq in running) * block_size
+        allocated = sum(len(seq.block_table) for seq in running) * block_size
         self.rows.append(
             {
                 "seconds": time.perf_counter() - self.started,
                 "bytes": peak_bytes(self.llm.device.type),
                 "running": len(running),
-                "taken_positions": taken,
+                "taken_positions": allocated,
                 "used_positions": sum(seq.computed for seq in running),
             }
         )
 
     def waste(self) -> float:
-        """Return the share of taken positions that hold nothing, on average over the steps."""
+        """Return the share of allocated positions that are unused, on average over the steps."""
         shares = [
             1 - row["used_positions"] / row["taken_positions"]
             for row in self.rows
@@ -178,10 +178,13 @@ def panels(result: Result) -> list[Panel]:
     lines = []
     for row in allocations:
         for field_name, label in (("taken_positions", "taken"), ("used_positions", "used")):
-            found = [(each["seconds"], each[field_name]) for each in row["over_time"]]
-            lines.append(Series(f"{row['name']}: {label}", found))
+            positions = [(sample["seconds"], sample[field_name]) for sample in row["over_time"]]
+            lines.append(Series(f"{row['name']}: {label}", positions))
     memory = [
-        Series(row["name"], [(each["seconds"], each["bytes"] / 2**20) for each in row["over_time"]])
+        Series(
+            row["name"],
+            [(sample["seconds"], sample["bytes"] / 2**20) for sample in row["over_time"]],
+        )
         for row in allocations
     ]
     seconds = Axis("seconds", starts_at_zero=True)

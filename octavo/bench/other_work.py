@@ -1,7 +1,7 @@
-"""Notices other programs that compute while something is measured, and measures again.
+"""Detects other programs that compute during a measurement, and repeats the measurement.
 
-A shared machine is rarely idle for minutes, but often for seconds. So a measurement of seconds
-waits for such a time, and is repeated if other programs used much of the cores meanwhile.
+A shared machine is rarely idle for minutes, but often for seconds. So a short measurement waits
+until the machine is idle, and is repeated if other programs used much of the cores meanwhile.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from octavo.process_usage import cpu_time_of_cores, read_usage
 
 Figure = TypeVar("Figure")
 # A measurement is repeated if other programs used more than this share of the cores meanwhile.
-MOST_OTHER_WORK = 0.08
+MAX_OTHER_WORK = 0.08
 SAMPLE_SECONDS = 0.3  # sample that shows whether other programs compute
-MOST_WAIT_SECONDS = 10.0  # wait for other programs to pause, before each attempt
-MOST_SECONDS = 20.0  # time after which a measurement is not repeated
+MAX_WAIT_SECONDS = 10.0  # wait for other programs to pause, before each attempt
+MAX_SECONDS = 20.0  # time after which a measurement is not repeated
 
 
 class OtherWork:
-    """The part of the cores that is used neither by this process nor by the given ones."""
+    """The share of the cores that processes other than this one and `pids` use."""
 
     def __init__(self, *pids: int):
         self.pids = pids
@@ -30,16 +30,16 @@ class OtherWork:
     def _read(self) -> tuple[float, float]:
         """Return the CPU time of other programs, and the time of all cores, in seconds."""
         usages = [read_usage(pid) for pid in self.pids]
-        own = time.process_time()
-        own += sum(usage.cpu_seconds for usage in usages if usage is not None)
+        own_seconds = time.process_time()
+        own_seconds += sum(usage.cpu_seconds for usage in usages if usage is not None)
         busy, available = cpu_time_of_cores()
-        return busy - own, available
+        return busy - own_seconds, available
 
     def share(self) -> float:
         """Return the share of the cores since the creation of this object."""
-        others, available = self._read()
+        other_seconds, available = self._read()
         passed = max(available - self.start[1], 1e-9)
-        return min(max((others - self.start[0]) / passed, 0.0), 1.0)
+        return min(max((other_seconds - self.start[0]) / passed, 0.0), 1.0)
 
 
 class Measured(NamedTuple, Generic[Figure]):
@@ -48,31 +48,34 @@ class Measured(NamedTuple, Generic[Figure]):
 
 
 def wait_for_others(pids: tuple[int, ...]) -> None:
-    """Wait until other programs do not compute, but not for ever."""
-    end = time.monotonic() + MOST_WAIT_SECONDS
+    """Wait until other programs do not compute, or until the time limit."""
+    end = time.monotonic() + MAX_WAIT_SECONDS
     while time.monotonic() < end:
-        others = OtherWork(*pids)
+        other_work = OtherWork(*pids)
         time.sleep(SAMPLE_SECONDS)
-        if others.share() <= MOST_OTHER_WORK:
+        if other_work.share() <= MAX_OTHER_WORK:
             return
 
 
 def measure_undisturbed(
     measure: Callable[[], Figure], pids: tuple[int, ...] = (), attempts: int = 5
 ) -> Measured[Figure]:
-    """Measure until other programs do not disturb, at most so many times. Returns the least
-    disturbed measurement. `pids` are processes that belong to the measurement. A single attempt is
-    made at once."""
+    """Measure until other programs do not disturb, at most `attempts` times. Return the least
+    disturbed measurement.
+
+    `pids` are processes that belong to the measurement. With one attempt, the measurement starts
+    without waiting for other programs to pause.
+    """
     best: Measured[Figure] | None = None
-    end = time.monotonic() + MOST_SECONDS
+    end = time.monotonic() + MAX_SECONDS
     for _ in range(attempts):
         if attempts > 1:
             wait_for_others(pids)
-        others = OtherWork(*pids)
-        found = Measured(measure(), others.share())
-        if best is None or found.other_work < best.other_work:
-            best = found
-        if best.other_work <= MOST_OTHER_WORK or time.monotonic() > end:
+        other_work = OtherWork(*pids)
+        measured = Measured(measure(), other_work.share())
+        if best is None or measured.other_work < best.other_work:
+            best = measured
+        if best.other_work <= MAX_OTHER_WORK or time.monotonic() > end:
             break
     assert best is not None
     return best

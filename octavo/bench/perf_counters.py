@@ -1,6 +1,7 @@
-"""Hardware counters of other processes: cycles, instructions, cache misses. By Linux perf events.
+"""Reads hardware counters of other processes with Linux perf events: cycles, instructions, cache
+misses.
 
-Virtual machines and containers often have none. `PerfCounters.problem` then says why.
+Virtual machines and containers often have no counters. `PerfCounters.problem` has the reason then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
 
 
 class PerfCounters:
-    """Counts from its creation on. `close` frees the counters."""
+    """Counts events of a process from the creation of this object. `close` frees the counters."""
 
     def __init__(self, pid: int):
         self.files: dict[str, list[int]] = {name: [] for name in COUNTERS}
@@ -48,9 +49,9 @@ class PerfCounters:
         struct.pack_into("IIQ", attribute, 0, HARDWARE, ATTRIBUTE_SIZE, config)
         struct.pack_into("Q", attribute, FLAGS_AT, INHERIT | EXCLUDE_KERNEL)
         buffer = (ctypes.c_char * ATTRIBUTE_SIZE).from_buffer(attribute)
-        found = self.libc.syscall(number, buffer, thread, -1, -1, 0)
-        if found >= 0:
-            self.files[name].append(found)
+        descriptor = self.libc.syscall(number, buffer, thread, -1, -1, 0)
+        if descriptor >= 0:
+            self.files[name].append(descriptor)
             return
         error = ctypes.get_errno()
         if error == 3:  # ESRCH: the thread has ended

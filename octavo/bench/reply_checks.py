@@ -31,7 +31,7 @@ class ExpectedReply(NamedTuple):
 
 
 class ReplyContent(NamedTuple):
-    """What a reply says about itself."""
+    """The content of a reply."""
 
     id: str
     text: str

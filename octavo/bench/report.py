@@ -58,15 +58,15 @@ class LoadedResult(NamedTuple):
 
 def find_files(paths: Iterable[Path]) -> list[Path]:
     """Return the result files among some files and directories."""
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found += sorted(path.glob("*.json"))
+            files += sorted(path.glob("*.json"))
         elif path.exists():
-            found.append(path)
+            files.append(path)
         else:
             raise InvalidRequest(f"there is no result file {path}", "results")
-    return found
+    return files
 
 
 def load_results(paths: Iterable[Path]) -> tuple[list[LoadedResult], dict[str, str]]:
@@ -95,11 +95,11 @@ def as_html(text: str) -> str:
 
 def table_html(table: ResultTable) -> str:
     def row_html(cells: Iterable[str], tag: str) -> str:
-        parts = []
+        cells_html = []
         for number, cell in enumerate(cells):
             side = ' class="left"' if number in table.left else ""
-            parts.append(f"<{tag}{side}>{as_html(cell)}</{tag}>")
-        return f"<tr>{''.join(parts)}</tr>"
+            cells_html.append(f"<{tag}{side}>{as_html(cell)}</{tag}>")
+        return f"<tr>{''.join(cells_html)}</tr>"
 
     title = f"<h3>{as_html(table.title)}</h3>" if table.title else ""
     body = "\n".join(row_html(row, "td") for row in table.rows)
@@ -109,21 +109,21 @@ def table_html(table: ResultTable) -> str:
 def section_html(loaded: LoadedResult, anchor: str) -> str:
     result = loaded.result
     view = view_of(result)
-    parts = [f'<section id="{anchor}">', f"<h2>{escape(title_of(loaded))}</h2>"]
-    parts.append(f'<p class="source">{escape(source_line([result]))}</p>')
+    elements = [f'<section id="{anchor}">', f"<h2>{escape(title_of(loaded))}</h2>"]
+    elements.append(f'<p class="source">{escape(source_line([result]))}</p>')
     if result.get("partial"):
         reason = result.get("stopped", "something was not measured")
-        parts.append(f'<p class="partial">Partial result: {escape(str(reason))}</p>')
+        elements.append(f'<p class="partial">Partial result: {escape(str(reason))}</p>')
     if result.get("rows") or result.get("results"):
-        parts += [table_html(table) for table in view.tables(result)]
-        parts += [f"<p>{as_html(note)}</p>" for note in view.notes(result)]
+        elements += [table_html(table) for table in view.tables(result)]
+        elements += [f"<p>{as_html(note)}</p>" for note in view.notes(result)]
         # One picture each, so that a narrow window shows them below each other.
-        parts += [svg(panel) for panel in view.panels(result)]
-    parts += [
+        elements += [svg(panel) for panel in view.panels(result)]
+    elements += [
         f"<p>Not measured: {escape(name)}: {escape(reason)}</p>"
         for name, reason in result.get("skipped", {}).items()
     ]
-    return "\n".join([*parts, "</section>"])
+    return "\n".join([*elements, "</section>"])
 
 
 def title_of(loaded: LoadedResult) -> str:

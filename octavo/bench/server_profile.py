@@ -2,7 +2,7 @@
 
     find_processes   front, engine and workers of a server, from the PID of any of them
     ProfileSession   samples them until the time is over
-    activity_of      what the server did, as octavo/bench/bottleneck.py wants it
+    activity_of      turns the samples into the input of octavo/bench/bottleneck.py
 
 Nothing is installed into the server, and it is not slowed down noticeably.
 """
@@ -49,7 +49,8 @@ class ServerProcess:
 
 
 def find_processes(pid: int) -> list[ServerProcess]:
-    """Return the processes of a server, the front first. A process that is no server is alone."""
+    """Return the processes of a server, the front first. For a process that is not part of a
+    server, return only that process."""
     if ENGINE_MODULE in command_line(pid) or WORKER_MODULE in command_line(pid):
         pid = parent_pid(pid)
     roles = {ENGINE_MODULE: "engine", WORKER_MODULE: "worker"}
@@ -77,8 +78,8 @@ def listening_ports(pid: int) -> list[int]:
     with suppress(OSError):
         for path in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
-                if found := re.match(r"socket:\[(\d+)\]", str(path.readlink())):
-                    sockets.add(found[1])
+                if match := re.match(r"socket:\[(\d+)\]", str(path.readlink())):
+                    sockets.add(match[1])
     ports = set()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
@@ -92,7 +93,9 @@ def listening_ports(pid: int) -> list[int]:
 def fetch_metrics(port: int, api_key: str | None, timeout: float = 60.0) -> dict[str, float] | None:
     """Return the metrics of a server, or None if this port does not have them.
 
-    Values with several labels are added up, and those of a label are there as name:value too."""
+    A metric with labels is the sum of its values. The value of each label is also present under
+    the key `metric:label value`.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -112,11 +115,11 @@ def fetch_metrics(port: int, api_key: str | None, timeout: float = 60.0) -> dict
 
 def parse_metrics(text: str) -> dict[str, float]:
     values: dict[str, float] = {}
-    for found in METRIC.finditer(text):
-        value = float(found["value"])
-        values[found["name"]] = values.get(found["name"], 0.0) + value
-        for label in re.findall(r'="([^"]*)"', found["labels"] or ""):
-            values[f"{found['name']}:{label}"] = value
+    for match in METRIC.finditer(text):
+        value = float(match["value"])
+        values[match["name"]] = values.get(match["name"], 0.0) + value
+        for label in re.findall(r'="([^"]*)"', match["labels"] or ""):
+            values[f"{match['name']}:{label}"] = value
     return values
 
 
@@ -172,14 +175,14 @@ class ServerProfile:
     def seconds(self) -> float:
         return self.samples[-1].seconds - self.samples[0].seconds
 
-    def change(self, pid: int, name: str) -> float:
-        """Return by how much a total of a process grew."""
-        own = [sample.usage[pid] for sample in self.samples if pid in sample.usage]
-        return float(getattr(own[-1], name) - getattr(own[0], name)) if own else 0.0
+    def growth(self, pid: int, name: str) -> float:
+        """Return the increase of a total of a process, such as cpu_seconds, over all samples."""
+        usages = [sample.usage[pid] for sample in self.samples if pid in sample.usage]
+        return float(getattr(usages[-1], name) - getattr(usages[0], name)) if usages else 0.0
 
     def last(self, pid: int) -> ProcessUsage | None:
-        own = [sample.usage[pid] for sample in self.samples if pid in sample.usage]
-        return own[-1] if own else None
+        usages = [sample.usage[pid] for sample in self.samples if pid in sample.usage]
+        return usages[-1] if usages else None
 
 
 class ProfileSession:
@@ -230,10 +233,10 @@ class ProfileSession:
             for sampler in samplers.values():
                 sampler.stop()
             raise
-        for pid, found in counters.items():
-            profile.counters[pid] = found.read()
-            found.close()
-        problems = {found.problem for found in counters.values() if found.problem is not None}
+        for pid, counter in counters.items():
+            profile.counters[pid] = counter.read()
+            counter.close()
+        problems = {counter.problem for counter in counters.values() if counter.problem is not None}
         profile.problems += sorted(problems)
         self._finish_samplers(samplers)
         return profile
@@ -259,11 +262,13 @@ class ProfileSession:
 
     def _sample(self, seconds: float) -> ProfileSample | None:
         usage = {process.pid: read_usage(process.pid) for process in self.profile.processes}
-        found = {pid: each for pid, each in usage.items() if each is not None}
-        if self.profile.processes[0].pid not in found:
+        live_usage = {
+            pid: process_usage for pid, process_usage in usage.items() if process_usage is not None
+        }
+        if self.profile.processes[0].pid not in live_usage:
             return None
         metrics = None if self.port is None else fetch_metrics(self.port, self.api_key)
-        return ProfileSample(seconds, found, metrics or {}, read_gpu())
+        return ProfileSample(seconds, live_usage, metrics or {}, read_gpu())
 
 
 # ---- interpretation ------------------------------------------------------------------------------
@@ -277,7 +282,7 @@ def activity_of(profile: ServerProfile) -> ServerActivity | None:
     first = with_metrics[0]
     last = with_metrics[-1]
 
-    def grew(name: str) -> float:
+    def increase(name: str) -> float:
         return last.metrics.get(f"{name}_total", 0.0) - first.metrics.get(f"{name}_total", 0.0)
 
     def mean(name: str) -> float:
@@ -286,32 +291,32 @@ def activity_of(profile: ServerProfile) -> ServerActivity | None:
 
     cpu: dict[str, float] = {}
     for process in profile.processes:
-        used = profile.change(process.pid, "cpu_seconds")
+        used = profile.growth(process.pid, "cpu_seconds")
         cpu[process.role] = cpu.get(process.role, 0.0) + used
-    prefill_steps = int(grew("engine_prefill_steps"))
-    full_steps = int(grew("engine_full_steps"))
+    prefill_steps = int(increase("engine_prefill_steps"))
+    full_steps = int(increase("engine_full_steps"))
     full_tokens = None
-    if full_steps and full_steps >= 0.9 * grew("engine_steps"):
-        tokens = grew("prefill_tokens") + grew("decode_tokens")
-        full_tokens = round(tokens / max(grew("engine_steps"), 1))
+    if full_steps and full_steps >= 0.9 * increase("engine_steps"):
+        tokens = increase("prefill_tokens") + increase("decode_tokens")
+        full_tokens = round(tokens / max(increase("engine_steps"), 1))
     return ServerActivity(
         seconds=max(last.seconds - first.seconds, 1e-9),
         device="cuda" if "gpu_memory_bytes" in last.metrics else "cpu",
         front_cpu_seconds=cpu.get("front", 0.0),
         worker_cpu_seconds=cpu.get("worker", 0.0),
         engine_cpu_seconds=cpu.get("engine", 0.0),
-        plan_seconds=grew("engine_plan_seconds"),
-        launch_seconds=grew("engine_launch_seconds"),
-        wait_seconds=grew("engine_wait_seconds"),
-        commit_seconds=grew("engine_commit_seconds"),
-        steps=int(grew("engine_steps")),
+        plan_seconds=increase("engine_plan_seconds"),
+        launch_seconds=increase("engine_launch_seconds"),
+        wait_seconds=increase("engine_wait_seconds"),
+        commit_seconds=increase("engine_commit_seconds"),
+        steps=int(increase("engine_steps")),
         prefill_steps=prefill_steps,
         full_steps=full_steps,
-        prefill_seconds=grew("prefill_step_seconds"),
-        decode_seconds=grew("decode_step_seconds"),
-        prefill_tokens=int(grew("prefill_tokens")),
-        decode_tokens=int(grew("decode_tokens")),
-        preemptions=int(grew("num_preemptions")),
+        prefill_seconds=increase("prefill_step_seconds"),
+        decode_seconds=increase("decode_step_seconds"),
+        prefill_tokens=int(increase("prefill_tokens")),
+        decode_tokens=int(increase("decode_tokens")),
+        preemptions=int(increase("num_preemptions")),
         waiting=mean("num_requests_waiting"),
         kv_usage=mean("kv_cache_usage_perc"),
         loop_lag_seconds=mean("event_loop_lag_seconds"),

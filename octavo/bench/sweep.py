@@ -132,11 +132,11 @@ class Sweep:
         self.latency = latency
         self.advance = advance
 
-    def measure(self, most_clients: int) -> None:
+    def measure(self, max_clients: int) -> None:
         """Add a row for each number of clients, and then for two more around the best one."""
         self.target.run(1, 2)  # warm-up
         clients = 1
-        while clients <= most_clients:
+        while clients <= max_clients:
             self._add_point(clients)
             clients *= 2
         for between in self._neighbours():
@@ -144,29 +144,29 @@ class Sweep:
 
     def _add_point(self, clients: int) -> None:
         self.advance(clients)
-        found = self.target.run(clients, max(REQUESTS_PER_CLIENT * clients, 4))
-        tokens = sum(request.tokens for request in found.requests)
+        point = self.target.run(clients, max(REQUESTS_PER_CLIENT * clients, 4))
+        tokens = sum(request.tokens for request in point.requests)
         good = [
             request
-            for request in found.requests
+            for request in point.requests
             if request.ttft <= self.latency.ttft and request.itl <= self.latency.itl
         ]
         row: dict[str, Any] = {
             "clients": clients,
-            "tok_s": tokens / found.seconds,
-            "requests_s": len(found.requests) / found.seconds,
-            "good": len(good) / len(found.requests),
-            "goodput_tok_s": sum(request.tokens for request in good) / found.seconds,
+            "tok_s": tokens / point.seconds,
+            "requests_s": len(point.requests) / point.seconds,
+            "good": len(good) / len(point.requests),
+            "goodput_tok_s": sum(request.tokens for request in good) / point.seconds,
         }
         for name in ("ttft", "itl"):
-            times = [getattr(request, name) for request in found.requests]
+            times = [getattr(request, name) for request in point.requests]
             row |= {f"{name}_p{q}_ms": 1e3 * percentile(times, q) for q in (50, 99)}
         self.run.add_row(**row)
-        self.run.rows.sort(key=lambda each: each["clients"])
+        self.run.rows.sort(key=lambda row_in_order: row_in_order["clients"])
         self.run.set_fact(**summary(self.run.rows))
 
     def _neighbours(self) -> list[int]:
-        """Return numbers of clients between the best one and the ones next to it."""
+        """Return two numbers of clients: one between the best point and each of its neighbours."""
         measured = [row["clients"] for row in self.run.rows]
         best = measured.index(self.run.result["goodput"]["clients"])
         ends = measured[max(best - 1, 0) : best + 2]

@@ -39,7 +39,7 @@ from octavo.runner.disk import Disk
 from octavo.types import Plan, StepResult
 
 OUTPUT = 8  # tokens of a reply; replies are compared
-SETTLE_SECONDS = 0.5  # without a new record on disk, after which all are written
+SETTLE_SECONDS = 0.5  # If no new record appears on disk in this time, all records are written.
 
 
 class AlwaysLoad(OffloadCosts):
@@ -64,7 +64,7 @@ class FirstTokenParts(NamedTuple):
 
 
 class FirstTokenTimer:
-    """Measures where the time to a first token goes. It listens to the steps of the engine."""
+    """Measures the parts of the time to a first token. It listens to the steps of the engine."""
 
     def __init__(self, events: EventLog):
         self.load_seconds = 0.0  # sum over all prompts
@@ -203,8 +203,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure all tiers. `advance` is called 4 * repeat times.
 
-    `make_engine` returns an engine whose block pool holds one prompt and little more. It has host
-    memory, and a disk tier at `directory`.
+    `make_engine` returns an engine with a disk tier at `directory`, host memory, and a block pool
+    for only one prompt.
     """
     llm = make_engine()
     source = TextPrompts(llm.config.vocab_size, tokens)
@@ -303,7 +303,7 @@ def measure_disk(
         }
     all_answers = {"device": answers.device, "host": answers.host, **passes}
     return result | {
-        "parts_s": {name: median_parts(each) for name, each in all_answers.items()},
+        "parts_s": {name: median_parts(tier_answers) for name, tier_answers in all_answers.items()},
         "busy_readers": busy_readers,
         "loaded_while_reading": {
             name: min(answer.promoted_blocks for answer in loaded)
@@ -382,9 +382,9 @@ def settle(directory: Path, timeout: float = 60.0) -> int:
     stable_since = 0.0
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        found = sum(1 for _ in directory.glob("kv-*/*.kv"))
-        if found != record_count:
-            record_count = found
+        current_count = sum(1 for _ in directory.glob("kv-*/*.kv"))
+        if current_count != record_count:
+            record_count = current_count
             stable_since = time.monotonic()
         elif time.monotonic() - stable_since > SETTLE_SECONDS:
             break

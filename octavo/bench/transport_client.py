@@ -6,8 +6,8 @@
     websocket           /ws/generate, with one connection for each client
     grpc, grpc stream   Generate and GenerateStream
 
-A request counts if all of its tokens arrived. The messages of gRPC have few fields, so they are
-written and read here by hand: this module imports nothing of the server.
+A request counts if all of its tokens arrived. This module imports nothing of the server, so it
+encodes and decodes the few fields of the gRPC messages itself.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def read_varint(message: bytes, position: int) -> tuple[int, int]:
 # ---- transports ----------------------------------------------------------------------------------
 
 
-def check_tokens(found: int, load: TransportLoad) -> None:
-    if found != load.tokens:
-        raise ValueError(f"{found} tokens instead of {load.tokens}")
+def check_tokens(received: int, load: TransportLoad) -> None:
+    if received != load.tokens:
+        raise ValueError(f"{received} tokens instead of {load.tokens}")
 
 
 async def grpc_calls(load: TransportLoad, stream: bool) -> AsyncIterator[Call]:
@@ -169,7 +169,7 @@ async def websocket_calls(load: TransportLoad) -> AsyncIterator[Call]:
 
 
 async def run_calls(load: TransportLoad) -> dict[str, Any]:
-    """Let each client send its share of the requests, one after another."""
+    """Let each client send its part of the requests, one after another."""
     calls = websocket_calls(load)
     if load.transport.startswith("grpc"):
         calls = grpc_calls(load, stream=load.transport.endswith("stream"))
@@ -184,23 +184,23 @@ async def run_calls(load: TransportLoad) -> dict[str, Any]:
                 name = f"{type(error).__name__}: {error}"[:200]
                 problems[name] = problems.get(name, 0) + 1
 
-    own = [await anext(calls) for _ in range(load.clients)]
+    client_calls = [await anext(calls) for _ in range(load.clients)]
     share = -(-load.requests // load.clients)
     start = time.perf_counter()
-    await asyncio.gather(*(client(call, share) for call in own))
+    await asyncio.gather(*(client(call, share) for call in client_calls))
     seconds = time.perf_counter() - start
     await calls.aclose()  # type: ignore[attr-defined]
     return {
         "seconds": seconds,
         "good": len(times),
-        "first": [each.first for each in times],
-        "total": [each.total for each in times],
+        "first": [call_times.first for call_times in times],
+        "total": [call_times.total for call_times in times],
         "wrong": problems,
     }
 
 
 def run_http(load: TransportLoad) -> dict[str, Any]:
-    found = measure_http(
+    result = measure_http(
         Load(
             port=load.port,
             host=load.host,
@@ -213,11 +213,11 @@ def run_http(load: TransportLoad) -> dict[str, Any]:
         )
     )
     return {
-        "seconds": found["seconds"],
-        "good": len(found["good"]),
-        "first": [first - sent for _, sent, first, _ in found["good"]],
-        "total": [end - sent for _, sent, _, end in found["good"]],
-        "wrong": found["wrong"],
+        "seconds": result["seconds"],
+        "good": len(result["good"]),
+        "first": [first - sent for _, sent, first, _ in result["good"]],
+        "total": [end - sent for _, sent, _, end in result["good"]],
+        "wrong": result["wrong"],
     }
 
 

@@ -1,10 +1,10 @@
-"""Compares the transports of the server: HTTP, WebSocket and gRPC, whole replies and streams.
+"""Compares the transports of the server: HTTP, WebSocket and gRPC, complete replies and streams.
 
-One server runs for all of them, and they take turns. The client of each runs in a process of its
-own (transport_client.py). The replies are short, so that the transport is a large part of the time.
-The same requests given to the engine in-process would take the time without any transport.
+One server runs for all transports, which are measured in turn. The client of each transport runs in
+a separate process (transport_client.py). The replies are short, so that the transport is a large
+part of the time.
 
-    latency      one client: time to the whole reply, and to its first text
+    latency      one client: time to the complete reply, and to its first text
     throughput   16 clients
     CPU          time of the server's front process for one request
 """
@@ -56,15 +56,15 @@ class TransportBench:
         single = interleave(self._sides(names, 1, self.requests), rounds, advance)
         many = interleave(self._sides(names, CLIENTS, 4 * self.requests), rounds, advance)
         for name in names:
-            totals = [seconds for found in single[name] for seconds in found["total"]]
-            firsts = [seconds for found in single[name] for seconds in found["first"]]
+            totals = [seconds for result in single[name] for seconds in result["total"]]
+            firsts = [seconds for result in single[name] for seconds in result["first"]]
             self.run.add_row(
                 transport=name,
                 latency_ms=percentiles(totals),
                 first_ms=percentiles(firsts),
-                requests_s=spread([found["good"] / found["seconds"] for found in many[name]]),
-                front_us=spread([found["front_us"] for found in many[name]]),
-                client_us=spread([found["client_us"] for found in many[name]]),
+                requests_s=spread([result["good"] / result["seconds"] for result in many[name]]),
+                front_us=spread([result["front_us"] for result in many[name]]),
+                client_us=spread([result["client_us"] for result in many[name]]),
             )
 
     def _sides(
@@ -94,14 +94,14 @@ class TransportBench:
         )
         if finished.returncode:
             raise OctavoError(f"the client of {name} failed: {finished.stderr.strip()[-500:]}")
-        found: dict[str, Any] = json.loads(finished.stdout)
-        if found["wrong"]:
-            raise OctavoError(f"{name}: replies are wrong and do not count: {found['wrong']}")
-        count = found["good"]
+        result: dict[str, Any] = json.loads(finished.stdout)
+        if result["wrong"]:
+            raise OctavoError(f"{name}: replies are wrong and do not count: {result['wrong']}")
+        count = result["good"]
         front_seconds = self.server.cpu_seconds()[0] - before
-        return found | {
+        return result | {
             "front_us": 1e6 * front_seconds / count,
-            "client_us": 1e6 * found["client_cpu_seconds"] / count,
+            "client_us": 1e6 * result["client_cpu_seconds"] / count,
         }
 
 

@@ -15,7 +15,7 @@ from octavo.bench.picture import Panel
 
 Result = dict[str, Any]
 
-# Where the view of a result is, by the name of its bench.
+# The module with the view of a result, by the name of the bench.
 VIEWS = {
     "ablation": "octavo.bench.ablation",
     "compare": "octavo.bench.compare",

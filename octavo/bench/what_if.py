@@ -264,12 +264,12 @@ def simulated_lines(run: RecordedRun, costs: Costs, changes: dict[str, Any]) -> 
     requests, tokens = requests_of(run.trace(), VOCABULARY)
     scheduler = Scheduler(cache, schedule, VOCABULARY, clock=clock)
     engine = Engine(scheduler, CostRunner(costs, clock, tokens), clock.sleep)
-    parts: list[bytes] = []
+    line_chunks: list[bytes] = []
     stream = EventStream(engine, {"simulated": True})
-    stream.open(lambda lines, is_start: parts.append(lines))
+    stream.open(lambda lines, is_start: line_chunks.append(lines))
     replay(engine, requests, clock.sleep)
     stream.flush()
-    return b"".join(parts).decode()
+    return b"".join(line_chunks).decode()
 
 
 def check_changes(changes: Any) -> dict[str, Any]:

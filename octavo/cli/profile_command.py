@@ -45,37 +45,39 @@ def profile(
     session = ProfileSession(pid, duration, key, with_stacks=flame is not None or not csv)
     with Steps() as progress:
         task = progress.add_task("observing", total=duration)
-        found = session.run(lambda seconds: progress.update(task, completed=min(seconds, duration)))
+        observed = session.run(
+            lambda seconds: progress.update(task, completed=min(seconds, duration))
+        )
     if csv:
-        show_csv(found)
+        show_csv(observed)
     else:
-        show_profile(found)
+        show_profile(observed)
     if flame is not None:
-        write_flames(found, flame)
+        write_flames(observed, flame)
 
 
-def show_csv(found: ServerProfile) -> None:
+def show_csv(profile: ServerProfile) -> None:
     from octavo.bench.server_profile import csv_rows
 
-    rows = csv_rows(found)
+    rows = csv_rows(profile)
     print(",".join(rows[0]))
     for row in rows:
         print(",".join(str(row.get(name, "")) for name in rows[0]))
-    for problem in found.problems:
+    for problem in profile.problems:
         note(problem)
 
 
-def show_profile(found: ServerProfile) -> None:
+def show_profile(profile: ServerProfile) -> None:
     from octavo.bench.bottleneck import find_bound, find_starvation
     from octavo.bench.server_profile import activity_of
 
-    show_processes(found)
-    show_gpu(found)
-    activity = activity_of(found)
+    show_processes(profile)
+    show_gpu(profile)
+    activity = activity_of(profile)
     if activity is not None:
         show_steps(activity)
-    show_functions(found)
-    for problem in found.problems:
+    show_functions(profile)
+    for problem in profile.problems:
         note(problem)
     if activity is not None:
         if (remark := find_starvation(activity)) is not None:
@@ -83,48 +85,48 @@ def show_profile(found: ServerProfile) -> None:
         bound = find_bound(activity)
         say(f"[bold]{bound.text()}[/bold]")
         if bound.process is not None:
-            show_hottest(found, bound.process)
+            show_hottest(profile, bound.process)
 
 
-def show_hottest(found: ServerProfile, role: str) -> None:
+def show_hottest(profile: ServerProfile, role: str) -> None:
     """Name the function in which a process spends most of its time."""
     from octavo.bench.flame_graph import hottest_functions
 
-    for process in found.processes:
-        if process.role == role and found.stacks.get(process.pid):
-            name, share = hottest_functions(found.stacks[process.pid])[0]
+    for process in profile.processes:
+        if process.role == role and profile.stacks.get(process.pid):
+            name, share = hottest_functions(profile.stacks[process.pid])[0]
             say(f"[bold]Most of its time: {name}, {share:.0%} of the samples[/bold]")
 
 
-def show_processes(found: ServerProfile) -> None:
+def show_processes(profile: ServerProfile) -> None:
     columns = (
         *("process", "pid", "CPU", "kernel", "memory", "peak", "faults/s", "from disk"),
         *("switches/s", "forced/s", "threads", "IPC", "cache misses"),
     )
     rows = []
-    seconds = max(found.seconds, 1e-9)
-    for process in found.processes:
-        last = found.last(process.pid)
+    seconds = max(profile.seconds, 1e-9)
+    for process in profile.processes:
+        last = profile.last(process.pid)
         if last is None:
             continue
-        counters = found.counters.get(process.pid, {})
+        counters = profile.counters.get(process.pid, {})
         rows.append(
             (
                 process.role,
                 str(process.pid),
-                f"{found.change(process.pid, 'cpu_seconds') / seconds:.0%}",
-                f"{found.change(process.pid, 'system_seconds') / seconds:.0%}",
+                f"{profile.growth(process.pid, 'cpu_seconds') / seconds:.0%}",
+                f"{profile.growth(process.pid, 'system_seconds') / seconds:.0%}",
                 in_bytes(last.rss_bytes),
                 in_bytes(last.peak_rss_bytes),
-                f"{found.change(process.pid, 'minor_faults') / seconds:,.0f}",
-                f"{found.change(process.pid, 'major_faults'):,.0f}",
-                f"{found.change(process.pid, 'voluntary_switches') / seconds:,.0f}",
-                f"{found.change(process.pid, 'involuntary_switches') / seconds:,.0f}",
+                f"{profile.growth(process.pid, 'minor_faults') / seconds:,.0f}",
+                f"{profile.growth(process.pid, 'major_faults'):,.0f}",
+                f"{profile.growth(process.pid, 'voluntary_switches') / seconds:,.0f}",
+                f"{profile.growth(process.pid, 'involuntary_switches') / seconds:,.0f}",
                 str(last.threads),
                 *perf_cells(counters),
             )
         )
-    say(f"[dim]{found.seconds:.0f} seconds; CPU: 100% is one core[/dim]")
+    say(f"[dim]{profile.seconds:.0f} seconds; CPU: 100% is one core[/dim]")
     table(None, columns, rows)
 
 
@@ -135,20 +137,22 @@ def perf_cells(counters: dict[str, int]) -> tuple[str, str]:
     return f"{counters['instructions'] / counters['cycles']:.2f}", f"{misses:.0%}"
 
 
-def show_gpu(found: ServerProfile) -> None:
-    samples = [sample.gpu for sample in found.samples if sample.gpu]
+def show_gpu(profile: ServerProfile) -> None:
+    samples = [sample.gpu for sample in profile.samples if sample.gpu]
     if not samples:
         return
     busy = sum(sample["gpu_utilisation"] for sample in samples) / len(samples)
-    most = max(sample["gpu_used_bytes"] for sample in samples)
-    say(f"GPU: {busy:.0%} busy, {in_bytes(most)} of {in_bytes(samples[0]['gpu_total_bytes'])}")
+    peak_bytes = max(sample["gpu_used_bytes"] for sample in samples)
+    say(
+        f"GPU: {busy:.0%} busy, {in_bytes(peak_bytes)} of {in_bytes(samples[0]['gpu_total_bytes'])}"
+    )
 
 
 def show_steps(activity: Any) -> None:
     total = max(activity.seconds, 1e-9)
-    parts = ("plan", "launch", "wait", "commit")
-    shares = {part: getattr(activity, f"{part}_seconds") / total for part in parts}
-    rows = [(f"engine: {part}", f"{share:.1%}") for part, share in shares.items()]
+    phases = ("plan", "launch", "wait", "commit")
+    shares = {phase: getattr(activity, f"{phase}_seconds") / total for phase in phases}
+    rows = [(f"engine: {phase}", f"{share:.1%}") for phase, share in shares.items()]
     rows.append(("engine: idle", f"{max(1 - sum(shares.values()), 0):.1%}"))
     rows.append(("steps with prompts", f"{activity.prefill_seconds / total:.1%}"))
     rows.append(("steps without prompts", f"{activity.decode_seconds / total:.1%}"))
@@ -161,23 +165,23 @@ def show_steps(activity: Any) -> None:
     )
 
 
-def show_functions(found: ServerProfile) -> None:
+def show_functions(profile: ServerProfile) -> None:
     from octavo.bench.flame_graph import hottest_functions
 
     rows = []
-    for process in found.processes:
-        if process.pid in found.stacks:
-            for name, share in hottest_functions(found.stacks[process.pid]):
+    for process in profile.processes:
+        if process.pid in profile.stacks:
+            for name, share in hottest_functions(profile.stacks[process.pid]):
                 rows.append((process.role, name, f"{share:.0%}"))
     if rows:
         table(None, ("process", "function", "share of samples"), rows, left=(0, 1))
 
 
-def write_flames(found: ServerProfile, directory: Path) -> None:
+def write_flames(profile: ServerProfile, directory: Path) -> None:
     from octavo.bench.flame_graph import flame_svg
 
-    roles = {process.pid: process.role for process in found.processes}
-    for pid, stacks in found.stacks.items():
+    roles = {process.pid: process.role for process in profile.processes}
+    for pid, stacks in profile.stacks.items():
         if not stacks:
             note(f"{roles[pid]} {pid}: no stack was seen, because it did not run Python code")
             continue

@@ -28,7 +28,7 @@ Octavo = Callable[..., Result]
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     scale = ablation.Scale(streams=16, prompt=16, reply=8, context=100, document=400, shared=64)
     monkeypatch.setitem(ablation.SCALES, "cpu", scale)
-    monkeypatch.setattr(ablation, "MOST_ATTEMPTS", 1)
+    monkeypatch.setattr(ablation, "MAX_ATTEMPTS", 1)
 
 
 def test_the_contribution_of_each_mechanism_is_measured(
