@@ -101,10 +101,10 @@ def batching(
         ("batched", "batched", " tok/s"),
         ("ratio", "", "x"),
     ):
-        found = r[f"{key}_tok_s"] if key else r["ratio"]
+        speeds = r[f"{key}_tok_s"] if key else r["ratio"]
         limit = r[f"limit_{key}_tok_s"] if key else r["requests"]
-        bounds = f"{found['min']:.2f} - {found['max']:.2f}"
-        rows.append((name, f"{found['median']:.2f}{unit}", bounds, f"{limit:.2f}{unit}"))
+        bounds = f"{speeds['min']:.2f} - {speeds['max']:.2f}"
+        rows.append((name, f"{speeds['median']:.2f}{unit}", bounds, f"{limit:.2f}{unit}"))
     title = f"{r['requests']} requests x {max_tokens} tokens"
     table(None, (title, "median", "min - max", "limit"), rows)
     for reason in r["noise"]:
@@ -309,8 +309,8 @@ def show_tiers(r: dict[str, Any], tokens: int) -> None:
     )
     parts = ("until planned", "disk read", "until computed", "load", "compute", "the rest")
     rows = [
-        [TIER_NAMES[key], *(f"{seconds * 1e3:.1f}" for seconds in each.values())]
-        for key, each in r["parts_s"].items()
+        [TIER_NAMES[key], *(f"{seconds * 1e3:.1f}" for seconds in seconds_by_part.values())]
+        for key, seconds_by_part in r["parts_s"].items()
     ]
     table(None, ("parts of the time, in ms", *parts), rows)
     for key in ("disk", "paged"):
@@ -569,8 +569,8 @@ def linear(
     steps = bench.step_ratios(records)
     totals = []
     for name in ("none", *chosen):
-        found = (steps[name, count] for count in counts)
-        totals.append((name, *(f"{us / 1e3:.2f} ({ratio:.2f}x)" for us, ratio in found)))
+        step_results = (steps[name, count] for count in counts)
+        totals.append((name, *(f"{us / 1e3:.2f} ({ratio:.2f}x)" for us, ratio in step_results)))
     title = "all products of a step, ms (times as fast as plain weights)"
     table(title, ("format", *map(str, counts)), totals)
     finish({"bench": "linear", "shape": shape, "records": records}, output)

@@ -1,4 +1,4 @@
-"""`octavo bench compare`: compares engines and servers, which take turns in one run."""
+"""`octavo bench compare`: compares engines and servers, which are measured in turn."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def compare(
             comparison.close()
 
 
-def chosen_engines(given: str | None, peers: Path, has_endpoints: bool) -> list[str]:
+def chosen_engines(requested: str | None, peers: Path, has_endpoints: bool) -> list[str]:
     from octavo.bench.compare import installed_engines
     from octavo.bench.peers.engines import ENGINES
 
-    if given is None:
+    if requested is None:
         return [] if has_endpoints else ["octavo", *installed_engines(peers)]
-    names = given.split(",")
+    names = requested.split(",")
     if unknown := sorted(set(names) - set(ENGINES)):
         raise InvalidRequest(
             f"unknown engine {', '.join(unknown)}: use {', '.join(ENGINES)}", "engines"
@@ -115,7 +115,7 @@ def chosen_engines(given: str | None, peers: Path, has_endpoints: bool) -> list[
 
 
 def python_of(name: str, peers: Path) -> str:
-    """Return the Python to run an engine with: Octavo has our own environment."""
+    """Return the Python that runs an engine: Octavo's own, or that of the peers."""
     from octavo.bench.compare import default_python
 
     return default_python(None if name == "octavo" else peers)
@@ -123,8 +123,8 @@ def python_of(name: str, peers: Path) -> str:
 
 def read_endpoint(text: str) -> tuple[str, str, str | None]:
     """Read NAME=URL or NAME=URL,MODEL."""
-    name, equals, rest = text.partition("=")
-    url, _, model = rest.partition(",")
+    name, equals, address = text.partition("=")
+    url, _, model = address.partition(",")
     if not (name and equals and url):
         raise InvalidRequest(
             f"--endpoint {text!r} must be NAME=URL, as in local=http://127.0.0.1:8000", "endpoint"

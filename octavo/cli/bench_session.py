@@ -95,9 +95,9 @@ def present(run: BenchRun, picture: Path | None) -> None:
 
     result = run.result
     view = view_of(result)
-    for found in view.tables(result):
-        cells = [[plain_cell(cell) for cell in row] for row in found.rows]
-        table(found.title, found.columns, cells, left=found.left)
+    for result_table in view.tables(result):
+        cells = [[plain_cell(cell) for cell in row] for row in result_table.rows]
+        table(result_table.title, result_table.columns, cells, left=result_table.left)
     for note in view.notes(result):
         say(f"[yellow]note[/yellow]: {note}")
     for name, reason in result["skipped"].items():

@@ -183,7 +183,7 @@ def read_cases(workloads: str, streams: str, temperatures: str) -> list[Case]:
         raise typer.BadParameter(
             f"--temperatures {temperatures!r} must be numbers, separated by commas"
         ) from None
-    return [Case(*each) for each in product(names, sizes(streams), degrees)]
+    return [Case(*values) for values in product(names, sizes(streams), degrees)]
 
 
 def show_results(results: list[dict[str, Any]]) -> None:

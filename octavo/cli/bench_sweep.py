@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from octavo.bench.sweep import SweepTarget
 
 SWEEP = bench_options(max_num_seqs=64)
-MOST_CLIENTS = {"cpu": 64, "cuda": 1024}
+MAX_CLIENTS = {"cpu": 64, "cuda": 1024}
 
 
 @app.command()
@@ -75,15 +75,15 @@ def sweep(
         if url:
             endpoint = OpenAIEndpoint.parse(url, model=served_model, api_key=api_key)
             target = OverHttp(endpoint, f"{PROMPT} " * max(prompt // 10, 1), tokens)
-            most = clients or MOST_CLIENTS["cpu"]
+            max_clients = clients or MAX_CLIENTS["cpu"]
         else:
             slots = max(engine.max_num_seqs, clients or 0)
             length = engine.max_model_len or prompt + tokens
             llm = load_shape(replace(engine, max_num_seqs=slots, max_model_len=length), model)
-            most = clients or MOST_CLIENTS[llm.device.type]
-            if most > slots:
+            max_clients = clients or MAX_CLIENTS[llm.device.type]
+            if max_clients > slots:
                 llm = llm.with_options(
-                    max_num_seqs=most, num_gpu_blocks_override=llm.memory.num_blocks
+                    max_num_seqs=max_clients, num_gpu_blocks_override=llm.memory.num_blocks
                 )
             llm.warm_up()
             run.set_fact(device=llm.device.type)
@@ -92,4 +92,4 @@ def sweep(
         def advance(number: int) -> None:
             progress.update(task, description=f"measuring {number:,} clients")
 
-        Sweep(target, run, GoodputTarget(ttft_ms / 1e3, itl_ms / 1e3), advance).measure(most)
+        Sweep(target, run, GoodputTarget(ttft_ms / 1e3, itl_ms / 1e3), advance).measure(max_clients)

@@ -31,18 +31,20 @@ def compile_kernels(
 
     device = pick_device(options.device)
     if device.type == "cpu":
-        found = compile_cpu()
+        compilation = compile_cpu()
     else:
         count = processes or default_processes(model, options)
         with Steps() as progress:
             task = progress.add_task("compiling", total=count + 1)
-            found = compile_gpu(
+            compilation = compile_gpu(
                 model, options, count, lambda done, total: progress.update(task, completed=done)
             )
-    if found.was_cached:
-        print(f"{found.what} were compiled before: {found.directory}")
+    if compilation.was_cached:
+        print(f"{compilation.what} were compiled before: {compilation.directory}")
     else:
-        print(f"compiled {found.what} in {found.seconds:.1f} s: {found.directory}")
+        print(
+            f"compiled {compilation.what} in {compilation.seconds:.1f} s: {compilation.directory}"
+        )
 
 
 def default_processes(model: str | None, options: EngineOptions) -> int:

@@ -141,11 +141,11 @@ def show_logprobs(completion: CompletionOutput) -> None:
     if not completion.logprobs:
         return
     for candidates in completion.logprobs:
-        chosen, *others = (
+        chosen, *alternatives = (
             f"{candidate.decoded_token!r} {candidate.logprob:.3f}"
             for candidate in candidates.values()
         )
-        print(f"  {chosen:<24} {'  '.join(others)}".rstrip())
+        print(f"  {chosen:<24} {'  '.join(alternatives)}".rstrip())
 
 
 def completion_record(result: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:

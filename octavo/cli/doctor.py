@@ -1,7 +1,7 @@
 """`octavo doctor`: checks whether this machine can run Octavo, and how it could run it better.
 
-With --pid it shows the memory and processor use of another process from /proc. Of a server it shows
-all processes.
+With --pid it shows the memory and processor use of another process from /proc, or of all processes
+of a server.
 """
 
 from __future__ import annotations
@@ -384,9 +384,9 @@ def read_processes(pid: int) -> list[dict[str, Any]]:
 
     if read_usage(pid) is None:
         return []
-    found = []
+    processes = []
     for process in find_processes(pid):
         usage = read_usage(process.pid)
         if usage is not None:
-            found.append({"role": process.role, **vars(usage)})
-    return found
+            processes.append({"role": process.role, **vars(usage)})
+    return processes

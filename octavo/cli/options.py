@@ -55,8 +55,8 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 def size(text: str) -> int:
     """Read a size. 32K is 32,768, and 1.5G is 1,610,612,736."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
-    value = float(found[1]) * UNITS[found[2].upper()] if found else 0.5
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
+    value = float(match[1]) * UNITS[match[2].upper()] if match else 0.5
     if value != int(value) or value < 1:
         raise typer.BadParameter(
             f"{text!r} is not a size: give a whole number like 4096, or 32K, 1.5M, 80G (K is 1,024)"
@@ -121,11 +121,15 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 
 def option(
-    help: str, panel: str | None, metavar: str | None = None, *names: str, **more: Any
+    help: str, panel: str | None, metavar: str | None = None, *names: str, **settings: Any
 ) -> Any:
     """Declare an option. The default is shown only if `show_default` asks for it."""
     return typer.Option(
-        *names, help=help, rich_help_panel=panel, metavar=metavar, **{"show_default": False} | more
+        *names,
+        help=help,
+        rich_help_panel=panel,
+        metavar=metavar,
+        **{"show_default": False} | settings,
     )
 
 
@@ -153,12 +157,12 @@ def declared_option(group: type, name: str, default: Any, panel: str | None) -> 
     names = [flag_of(group, name), *declared.aliases]
     if isinstance(default, bool):
         return option(declared.help, panel, "", *names)
-    more: dict[str, Any] = {"show_default": declared.show_default}
+    settings: dict[str, Any] = {"show_default": declared.show_default}
     if declared.reads:
-        more["parser"] = READERS[declared.reads]
+        settings["parser"] = READERS[declared.reads]
         if declared.show_default and default >= UNITS["K"]:
-            more["show_default"] = tokens(default)
-    return option(declared.help, panel, declared.metavar, *names, **more)
+            settings["show_default"] = tokens(default)
+    return option(declared.help, panel, declared.metavar, *names, **settings)
 
 
 def engine_option(name: str) -> Any:
@@ -173,7 +177,7 @@ def bench_options(**changes: Any) -> EngineOptions:
 
 
 def load_llm(model: str | dict[str, Any] | None, engine: EngineOptions, **changes: Any) -> LLM:
-    """Load a model with these options, some of them changed, and show how far it is."""
+    """Load a model with these options, some of them changed, and show the progress."""
     if isinstance(model, str):
         find_model_files(model, weights=engine.load_format != "dummy")  # refuses a wrong name
     status.show("importing PyTorch")
@@ -182,15 +186,15 @@ def load_llm(model: str | dict[str, Any] | None, engine: EngineOptions, **change
     name = "the model" if isinstance(model, dict) else model or EMBEDDED
 
     def progress(fraction: float) -> None:
-        done = fraction >= 1
-        status.show("allocating memory" if done else f"loading {name}, {fraction:.0%}")
+        is_loaded = fraction >= 1
+        status.show("allocating memory" if is_loaded else f"loading {name}, {fraction:.0%}")
 
     status.begin(f"opening {name}")  # A log message may have ended the status line.
     if status.is_shown():
         show_compilation()
     status.show(f"opening {name}")
-    shown: bool | Callable[[float], None] = progress if status.is_shown() else False
-    llm = LLM.from_options(model, replace(engine, **changes), progress=shown)
+    on_progress: bool | Callable[[float], None] = progress if status.is_shown() else False
+    llm = LLM.from_options(model, replace(engine, **changes), progress=on_progress)
     status.show("computing the first token")
     return llm
 
@@ -306,10 +310,10 @@ class SamplingOptions:
             self, **{name: defaults[name] for name in NEUTRAL if getattr(self, name) is None}
         )
 
-    def params(self, **more: Any) -> SamplingParams:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
+    def params(self, **changes: Any) -> SamplingParams:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
         return SamplingParams(
-            **{n: value for n, value in given.items() if value is not None} | more
+            **{n: value for n, value in values.items() if value is not None} | changes
         )
 
 
@@ -317,37 +321,43 @@ class SamplingOptions:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Show typer a function whose parameters may be groups of options (see the head of this
-    file)."""
+    """Make a command of a function whose parameters may be groups of options, as the docstring of
+    this module describes."""
     hints = get_type_hints(function, include_extras=True)
-    own = inspect.signature(function).parameters
+    own_parameters = inspect.signature(function).parameters
     groups: dict[str, tuple[Any, list[str]]] = {}  # the defaults, and the fields that are options
-    shown: list[inspect.Parameter] = []
-    for name, parameter in own.items():
+    option_parameters: list[inspect.Parameter] = []
+    for name, parameter in own_parameters.items():
         if not is_dataclass(hints[name]):
-            shown.append(
+            option_parameters.append(
                 parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
             )
             continue
         group = hints[name]()
         if parameter.default is not inspect.Parameter.empty:
             group = parameter.default
-        members = [each for each in group_parameters(group) if each.name not in own]
+        members = [
+            group_parameter
+            for group_parameter in group_parameters(group)
+            if group_parameter.name not in own_parameters
+        ]
         groups[name] = group, [member.name for member in members]
-        shown += members
+        option_parameters += members
 
     @functools.wraps(function)
-    def run(**given: Any) -> None:
+    def run(**arguments: Any) -> None:
         try:
             for name, (group, members) in groups.items():
-                given[name] = fill_group(group, {member: given.pop(member) for member in members})
-            function(**given)
+                arguments[name] = fill_group(
+                    group, {member: arguments.pop(member) for member in members}
+                )
+            function(**arguments)
         except OctavoError as error:
             if os.environ.get("OCTAVO_DEBUG"):
                 raise
             fail(str(error))
-        except BrokenPipeError:  # in `octavo complete ... | head` the reader has read enough
-            # Otherwise Python complains when it flushes at exit.
+        except BrokenPipeError:  # The reader has ended, as in `octavo complete ... | head`.
+            # Without this, Python prints an error when it flushes stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except OSError as error:
@@ -359,16 +369,16 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
-    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in shown}
+    run.__signature__ = inspect.Signature(option_parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in option_parameters}
     return run
 
 
 def group_parameters(group: Any) -> Iterator[inspect.Parameter]:
     """Yield the options of a group as parameters that typer understands.
 
-    The flag of a field means that the field is not as its class has it by default, so that
-    --no-prefix-caching turns enable_prefix_caching off."""
+    A flag inverts the default of its field, so --no-prefix-caching turns enable_prefix_caching off.
+    """
     kind: type = type(group)
     hints = get_type_hints(kind)
     for name, declared in option_declarations(kind).items():
@@ -378,23 +388,23 @@ def group_parameters(group: Any) -> Iterator[inspect.Parameter]:
         default = getattr(group, name)
         if hint is bool:
             default = default != getattr(kind, name)
-        elif get_origin(hint) is tuple:  # typer knows options that repeat as lists
+        elif get_origin(hint) is tuple:  # typer supports repeated options as lists only
             hint = list[str]
             default = list(default)
-        shown = declared_option(kind, name, default, declared.panel)
+        option_info = declared_option(kind, name, default, declared.panel)
         yield inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=default,
-            annotation=Annotated[hint, shown],
+            annotation=Annotated[hint, option_info],
         )
 
 
-def fill_group(group: Any, given: dict[str, Any]) -> Any:
+def fill_group(group: Any, option_values: dict[str, Any]) -> Any:
     """Return the group with the values of its options. An error names the flag."""
     kind: type = type(group)
     values = {}
-    for name, value in given.items():
+    for name, value in option_values.items():
         default = getattr(kind, name)
         if isinstance(default, bool):
             value = default != value

@@ -1,7 +1,7 @@
-"""`octavo plan`: what a model takes and how much KV fits beside it, from its config alone.
+"""`octavo plan`: shows how much memory a model needs and how much KV fits beside it.
 
-octavo/memory_planner.py finds the sizes. If the model does not fit, it looks for options with which
-it would.
+octavo/memory_planner.py computes the sizes from the config of the model. If the model does not fit,
+the planner searches for options with which it fits.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def plan(
     speculative = settle_speculation(options, planner.outline.checkpoint, target.kind)
     options = replace(options, speculative_config=speculative)
     if planner.fits(options):
-        found = resolve(options, *planner.facts(options))
+        resolved = resolve(options, *planner.facts(options))
         report = describe(planner, options, model or EMBEDDED) | describe_fit(
-            found, sequence_lengths
+            resolved, sequence_lengths
         )
     else:
         report = describe(planner, options, model or EMBEDDED)
@@ -79,17 +79,17 @@ def plan(
 
 
 def describe(planner: Planner, options: EngineOptions, name: str) -> dict[str, Any]:
-    """Describe the model, the device and what the options ask for."""
+    """Describe the model, the device and the memory that the options need."""
     target = planner.target
     model = planner.outline.facts(options, target.kind)
-    whole = planner.outline.facts(replace(options, tensor_parallel_size=1), target.kind)
+    undivided = planner.outline.facts(replace(options, tensor_parallel_size=1), target.kind)
     needs = planner.requirements(options)
     on_gpu = target.kind == "cuda"
     speculative = needs.schedule.speculative
     return {
         "model": name,
         "architecture": model.config.architecture,
-        "parameters": whole.parameters,
+        "parameters": undivided.parameters,
         "tensor_parallel_size": options.tensor_parallel_size,
         "dtype": model.dtype,
         "weight_format": planner.outline.weights_summary,
@@ -115,14 +115,14 @@ def describe_lack(planner: Planner, options: EngineOptions) -> dict[str, Any]:
     from octavo.memory_planner import flags_of
 
     needed = planner.least_memory(options)
-    ways = [flags_of(change) for change in planner.changes_to_fit(options)]
-    ways.append(f"a device with {in_bytes(needed)}: --device-memory {-(-needed // 2**30)}G")
-    return {"fits": False, "short_by": needed - planner.target.free, "ways_to_fit": ways}
+    alternatives = [flags_of(change) for change in planner.changes_to_fit(options)]
+    alternatives.append(f"a device with {in_bytes(needed)}: --device-memory {-(-needed // 2**30)}G")
+    return {"fits": False, "short_by": needed - planner.target.free, "ways_to_fit": alternatives}
 
 
-def describe_fit(found: Resolved, lengths: list[int] | None) -> dict[str, Any]:
-    memory = found.memory
-    context = found.schedule.max_model_len
+def describe_fit(resolved: Resolved, lengths: list[int] | None) -> dict[str, Any]:
+    memory = resolved.memory
+    context = resolved.schedule.max_model_len
     lengths = lengths or [n for n in (2**10, 2**12, 2**14, 2**16) if n < context] + [context]
     return {
         "fits": True,
@@ -154,12 +154,12 @@ def show(report: dict[str, Any]) -> None:
         return
     rows = []
     for length, count in report["concurrency"].items():
-        why = ""
+        remark = ""
         if int(length) > report["max_model_len"]:
-            why = "longer than the longest sequence"
+            remark = "longer than the longest sequence"
         if count > report["max_num_seqs"]:
-            why = f"{report['max_num_seqs']:,} of them run at once: --max-num-seqs"
-        rows.append((f"{tokens(int(length))} tokens", f"{count:,}", why))
+            remark = f"{report['max_num_seqs']:,} of them run at once: --max-num-seqs"
+        rows.append((f"{tokens(int(length))} tokens", f"{count:,}", remark))
     table(None, ("sequences of", "fit at once", ""), rows, left=(0, 2), dim=(2,))
 
 
@@ -168,10 +168,10 @@ def memory_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     from octavo.memory import CPU_KV_SHARE
 
     per_token = report["kv_bytes_per_token"]
-    used = f"on the CPU; KV takes {CPU_KV_SHARE:.0%} of what is left, or --num-blocks"
+    remark = f"on the CPU; KV takes {CPU_KV_SHARE:.0%} of what is left, or --num-blocks"
     if report["device"] == "cuda":
-        used = f"{report['gpu_memory_utilization']:.0%} of the GPU may be used"
-    yield "memory free", in_bytes(report["device_memory_free"]), used
+        remark = f"{report['gpu_memory_utilization']:.0%} of the GPU may be used"
+    yield "memory free", in_bytes(report["device_memory_free"]), remark
     yield "weights", in_bytes(report["weights"]), ""
     step = (
         f"a step of {report['max_num_batched_tokens']:,} tokens, "

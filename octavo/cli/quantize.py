@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PASSAGES = 4  # passages of the text whose perplexity is measured
 PASSAGE_TOKENS = 512
-COSTLY = 1.02  # A format that raises the perplexity by more gets a remark.
+COSTLY = 1.02  # If the perplexity grows by a larger factor, a better format is suggested.
 
 
 @command
@@ -78,8 +78,8 @@ def quantize(
 
 
 def check_memory(checkpoint: Checkpoint, form: str) -> None:
-    """Raise NotEnoughMemory if the quantised weights do not fit into memory, where they are before
-    they are written."""
+    """Raise NotEnoughMemory if the quantised weights do not fit into memory. They are in memory
+    before they are written."""
     import torch
 
     from octavo.cli.terminal import in_bytes
@@ -126,23 +126,29 @@ def write(checkpoint: Checkpoint, weight_format: object, out: Path) -> None:
 
 def show_perplexity(model: str, out: Path, form: str, revision: str | None) -> None:
     """Print the perplexity of the written model, and that of the model it was made from."""
-    found = {}
+    perplexities = {}
     for name, source in (("before", model), ("after", str(out))):
         status.begin(f"measuring the perplexity {name}")
         try:
-            found[name] = perplexity(source, revision if name == "before" else None)
+            perplexities[name] = perplexity(source, revision if name == "before" else None)
         except OctavoError as error:
             print(f"the perplexity {name} could not be measured: {error}", file=sys.stderr)
         finally:
             status.end()
-    if "after" not in found:
+    if "after" not in perplexities:
         return
-    change = ""
-    if "before" in found:
-        change = f" ({found['before']:.2f} before: {found['after'] / found['before'] - 1:+.1%})"
-    print(f"perplexity {found['after']:.2f}{change}, over Python's language reference")
-    if "before" in found and found["after"] > COSTLY * found["before"] and form != "int8-g32":
-        print("If this is too much, quantise to int8-g32.", file=sys.stderr)
+    after = perplexities["after"]
+    if "before" not in perplexities:
+        print(f"perplexity {after:.2f}, over Python's language reference")
+        return
+    before = perplexities["before"]
+    change = f"{before:.2f} before: {after / before - 1:+.1%}"
+    print(f"perplexity {after:.2f} ({change}), over Python's language reference")
+    if after > COSTLY * before and form != "int8-g32":
+        print(
+            "If the perplexity has increased too much, quantise to int8-g32 instead.",
+            file=sys.stderr,
+        )
 
 
 def perplexity(model: str, revision: str | None) -> float:

@@ -24,8 +24,8 @@ from octavo.option_declaration import Option, check_options, integer_range, one_
 PROGRAMS = {"vllm": "vllm-router", "sglang": "sglang-router"}
 SUBCOMMANDS: dict[str, list[str]] = {"vllm": [], "sglang": ["launch"]}
 LOG_LEVELS = {"vllm": "warning", "sglang": "warn"}
-# A dead worker gets no more requests after one failed health check, so after a second. Until then,
-# requests that it has lost are tried again, for 2.5 seconds. By default it would be minutes.
+# A dead worker gets no more requests after one failed health check, so after one second. Requests
+# that it has lost are retried for 2.5 seconds. With the defaults of the routers, both take minutes.
 SETTINGS = {
     "--worker-startup-check-interval": 1,
     "--health-check-interval-secs": 1,
@@ -33,8 +33,8 @@ SETTINGS = {
     "--health-failure-threshold": 1,
     "--health-success-threshold": 1,
     "--retry-max-retries": 8,
-    # A request goes to the worker with its prefix, unless that worker has this many more requests
-    # than another. The default of 64 leaves one of two workers without work.
+    # A request is routed to the worker with its prefix, unless this worker has this many more
+    # requests than another. With the default of 64, one of two workers is idle.
     "--balance-abs-threshold": 4,
     "--cache-threshold": 0.5,
 }

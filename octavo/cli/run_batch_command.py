@@ -84,12 +84,15 @@ def run_batch(
             )
 
         try:
-            done = asyncio.run(run_file(config, source, target, report))
+            finished = asyncio.run(run_file(config, source, target, report))
         except KeyboardInterrupt:
             note(f"interrupted: run the command again to continue ({target}.partial has replies)")
             sys.exit(130)
-    earlier = f", {done.earlier} of them by an earlier run" if done.earlier else ""
-    print(f"{done.done} of {done.total} requests done{earlier}, {done.failed} failed: {target}")
-    if done.invalid:
-        count = f"lines of {source} that are no requests: {done.invalid}"
+    earlier_note = f", {finished.earlier} of them by an earlier run" if finished.earlier else ""
+    print(
+        f"{finished.done} of {finished.total} requests done{earlier_note}, "
+        f"{finished.failed} failed: {target}"
+    )
+    if finished.invalid:
+        count = f"lines of {source} that are no requests: {finished.invalid}"
         fail(f"{count}; {target} has an error for each", code=1)

@@ -148,9 +148,13 @@ class PhaseReport:
         self._began = time.monotonic()
 
     def __call__(self, phase: str, fraction: float | None) -> None:
-        words = status.PHASES.get(phase, phase)
+        description = status.PHASES.get(phase, phase)
         if status.is_shown():
-            status.show(f"{words}, {fraction:.0%}" if fraction is not None else words)
+            status.show(f"{description}, {fraction:.0%}" if fraction is not None else description)
         elif phase != self._phase:
-            print(f"{time.monotonic() - self._began:5.1f} s  {words}", file=sys.stderr, flush=True)
+            print(
+                f"{time.monotonic() - self._began:5.1f} s  {description}",
+                file=sys.stderr,
+                flush=True,
+            )
         self._phase = phase

@@ -281,7 +281,7 @@ def _panels(results: list[dict[str, Any]]) -> list[Panel]:
 
     names = list(dict.fromkeys(result["routing"] for result in results))
     cases = list(dict.fromkeys(result["case"] for result in results))
-    found = {(result["routing"], result["case"]): result for result in results}
+    result_by_key = {(result["routing"], result["case"]): result for result in results}
     panels = []
     for title, key, scale, unit in (
         ("Time to the first token, 99th percentile", "ttft_p99_ms", 1.0, "ms"),
@@ -289,7 +289,8 @@ def _panels(results: list[dict[str, Any]]) -> list[Panel]:
         ("Requests within the latency limits", "goodput", 100.0, "%"),
     ):
         series = {
-            case or "as it is": [scale * found[name, case][key] for name in names] for case in cases
+            case or "as it is": [scale * result_by_key[name, case][key] for name in names]
+            for case in cases
         }
         panels.append(bars(title, names, series, unit))
     return panels

@@ -44,10 +44,10 @@ def note(text: str) -> None:
 
 def speed_line(num_tokens: int, rate: float | None, cached_tokens: int = 0) -> str:
     """Say how long a reply is and how fast it came."""
-    words = f"{num_tokens:,} token" + ("" if num_tokens == 1 else "s")
+    description = f"{num_tokens:,} token" + ("" if num_tokens == 1 else "s")
     speed = "" if rate is None else f", {rate:.0f} tokens/s"
     cached = f", {cached_tokens:,} prompt tokens from the cache" if cached_tokens else ""
-    return f"({words}{speed}{cached})"
+    return f"({description}{speed}{cached})"
 
 
 def in_bytes(count: float) -> str:

@@ -29,8 +29,8 @@ def timeline(
     """Show a recorded trace in Perfetto: [bold]octavo timeline today.jsonl today.json[/bold]"""
     from octavo.bench.timeline import write_timeline
 
-    shown = write_timeline(trace, target)
+    counts = write_timeline(trace, target)
     say(
-        f"{target} shows {shown['requests']} requests and {shown['steps']} steps: open it in "
+        f"{target} shows {counts['requests']} requests and {counts['steps']} steps: open it in "
         "ui.perfetto.dev or chrome://tracing"
     )

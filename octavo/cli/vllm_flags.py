@@ -1,7 +1,7 @@
-"""Command lines of `vllm serve`: `octavo serve` takes them as they are.
+"""Lets `octavo serve` accept the command lines of `vllm serve` unchanged.
 
 Most of vLLM's flags are flags of Octavo too, or other names of them (Option.aliases). VllmCommand
-handles the rest before the flags are parsed:
+translates the others before the flags are parsed:
 
     --model NAME              becomes the argument MODEL
     --max_model_len           becomes --max-model-len
@@ -36,7 +36,7 @@ SHORT_FLAGS = {
     "-cc": "--compilation-config",
     "-O": "--optimization-level",
 }
-# A short flag, and what follows it in the same word: -tp=2, -cc.mode, -O3.
+# A short flag and the text after it in the same word: -tp=2, -cc.mode, -O3.
 SHORT_WORD = re.compile(r"(-[a-z]+|-O)([=.].*|(?<=-O)\d)?")
 
 
@@ -57,61 +57,62 @@ class VllmCommand(PlainCommand):
 
 
 def translate(args: list[str], takes_value: dict[str, bool]) -> list[str]:
-    """Return the arguments without those that only vLLM has. `takes_value` has Octavo's flags."""
-    waiting = join_members([long_flag(word) for word in args])
-    kept: list[str] = []
-    model_given = False
-    while waiting:
-        word = waiting.pop(0)
+    """Return the arguments with flags of Octavo only. `takes_value` maps Octavo's flags to whether
+    they take a value."""
+    remaining = join_members([long_flag(word) for word in args])
+    translated: list[str] = []
+    has_model = False
+    while remaining:
+        word = remaining.pop(0)
         if word == "--":
-            return [*kept, word, *waiting]
+            return [*translated, word, *remaining]
         if not word.startswith("--"):
-            model_given = model_given or not word.startswith("-")
-            kept.append(word)
+            has_model = has_model or not word.startswith("-")
+            translated.append(word)
             continue
         flag, equals, text = word.partition("=")
         flag = flag.replace("_", "-")
         if flag == "--model":
-            kept.append(text if equals else take_value(flag, waiting))
-            model_given = True
+            translated.append(text if equals else take_value(flag, remaining))
+            has_model = True
         elif flag in takes_value:
-            kept.append(flag + equals + text)
-            if not equals and takes_value[flag] and waiting:
-                kept.append(waiting.pop(0))
-            while flag in REPEATED and model_given and waiting and not waiting[0].startswith("-"):
-                kept += [flag, waiting.pop(0)]
+            translated.append(flag + equals + text)
+            if not equals and takes_value[flag] and remaining:
+                translated.append(remaining.pop(0))
+            while flag in REPEATED and has_model and remaining and not remaining[0].startswith("-"):
+                translated += [flag, remaining.pop(0)]
         elif option_name(flag) in SERVER_DEFAULTS:
-            drop_flag(flag, text if equals else None, waiting)
+            drop_flag(flag, text if equals else None, remaining)
         else:
-            kept.append(word)
-    return kept
+            translated.append(word)
+    return translated
 
 
 def long_flag(word: str) -> str:
     """Return a word of the command line with the long name of its flag."""
-    found = SHORT_WORD.fullmatch(word)
-    if found is None or found[1] not in SHORT_FLAGS:
+    match = SHORT_WORD.fullmatch(word)
+    if match is None or match[1] not in SHORT_FLAGS:
         return word
-    rest = found[2] or ""
-    return SHORT_FLAGS[found[1]] + (f"={rest}" if rest.isdigit() else rest)
+    suffix = match[2] or ""
+    return SHORT_FLAGS[match[1]] + (f"={suffix}" if suffix.isdigit() else suffix)
 
 
 def join_members(args: list[str]) -> list[str]:
     """Return the arguments with --NAME.MEMBER VALUE joined to one --NAME with a JSON object."""
     joined: list[str] = []
     members: dict[str, dict[str, Any]] = {}
-    waiting = list(args)
-    while waiting:
-        word = waiting.pop(0)
+    remaining = list(args)
+    while remaining:
+        word = remaining.pop(0)
         flag, equals, text = word.partition("=")
         name, dot, member = flag.partition(".")
         if not (dot and name.startswith("--") and member.isidentifier()):
             joined.append(word)
             continue
-        value = text if equals else take_value(flag, waiting)
+        value = text if equals else take_value(flag, remaining)
         members.setdefault(name, {})[member] = read_like(None, value)
-    for name, found in members.items():
-        joined += [name, json.dumps(found)]
+    for name, member_values in members.items():
+        joined += [name, json.dumps(member_values)]
     return joined
 
 
@@ -123,7 +124,7 @@ def option_name(flag: str) -> str:
 
 
 def is_switch(name: str) -> bool:
-    """Return whether an option of vLLM's is turned on and off, and takes no value."""
+    """Return whether an option of vLLM is a switch, which takes no value."""
     if name not in SERVER_DEFAULTS:
         return False
     default = SERVER_DEFAULTS[name]
@@ -131,37 +132,37 @@ def is_switch(name: str) -> bool:
     return isinstance(default, bool) or (default is None and may_be_switch)
 
 
-def take_value(flag: str, waiting: list[str]) -> str:
-    if not waiting:
+def take_value(flag: str, remaining: list[str]) -> str:
+    if not remaining:
         raise InvalidRequest(f"{flag} needs a value")
-    return waiting.pop(0)
+    return remaining.pop(0)
 
 
-def drop_flag(flag: str, text: str | None, waiting: list[str]) -> None:
-    """Drop a flag of vLLM's and its values. Raise InvalidRequest if it would have an effect."""
+def drop_flag(flag: str, text: str | None, remaining: list[str]) -> None:
+    """Drop a flag of vLLM and its values. Raise InvalidRequest if the flag would have an effect."""
     name = option_name(flag)
     default = SERVER_DEFAULTS[name]
     value: Any = text
     if text is None and is_switch(name):
         value = not flag.startswith("--no-")
     elif text is None:
-        values = [waiting.pop(0)] if waiting and not waiting[0].startswith("--") else []
-        while isinstance(default, list) and waiting and not waiting[0].startswith("-"):
-            values.append(waiting.pop(0))
+        values = [remaining.pop(0)] if remaining and not remaining[0].startswith("--") else []
+        while isinstance(default, list) and remaining and not remaining[0].startswith("-"):
+            values.append(remaining.pop(0))
         value = values[0] if len(values) == 1 else values
     try:
         check_vllm_option(name, read_like(default, value))
     except InvalidRequest as error:
-        shown = str(error).replace(f"{name}=", f"{flag} ", 1)
-        raise InvalidRequest(shown, name) from None
+        message = str(error).replace(f"{name}=", f"{flag} ", 1)
+        raise InvalidRequest(message, name) from None
 
 
 def read_like(default: Any, value: Any) -> Any:
-    """Return a text of the command line as the type of the option's default."""
+    """Parse a text of the command line as JSON, unless the option's default is a string."""
     if not isinstance(value, str):
         return value
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except ValueError:
         return value
-    return value if isinstance(default, str) else found
+    return value if isinstance(default, str) else parsed
