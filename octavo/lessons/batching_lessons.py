@@ -85,23 +85,23 @@ def _longest_step(run: RunFacts) -> tuple[int, int]:
 
 
 def _reveal_chunks(runs: Sequence[RunFacts]) -> Reveal:
-    whole, chunked = runs
-    (most_whole, step_whole), (most_chunked, step_chunked) = map(_longest_step, runs)
+    unchunked, chunked = runs
+    (largest_unchunked, unchunked_step), (largest_chunked, chunked_step) = map(_longest_step, runs)
     text = (
-        f"Without chunks, one step computed {most_whole} prompt tokens and A's next token beside "
-        f"them: A waited {whole.of('A').longest_gap:.1f} ms for it. With chunks, no step computed "
-        f"more than {most_chunked} prompt tokens, so A's longest wait was "
-        f"{chunked.of('A').longest_gap:.1f} ms. Nothing is free: B's first token came after "
-        f"{whole.of('B').ttft:.1f} ms without chunks and after {chunked.of('B').ttft:.1f} ms with "
-        "them, because its prompt took seven steps. The token budget (--max-num-batched-tokens) "
-        "sets this trade-off."
+        f"Without chunks, one step computed {largest_unchunked} prompt tokens and A's next token, "
+        f"and A waited {unchunked.of('A').longest_gap:.1f} ms for its token. With chunks, no step "
+        f"computed more than {largest_chunked} prompt tokens, so A's longest wait was "
+        f"{chunked.of('A').longest_gap:.1f} ms. Chunks also have a price: B's first token came "
+        f"after {unchunked.of('B').ttft:.1f} ms without chunks and after "
+        f"{chunked.of('B').ttft:.1f} ms with them, because its prompt took seven steps. The token "
+        "budget (--max-num-batched-tokens) sets this trade-off."
     )
     moments = [
-        Moment(0, step_whole, "A", "the whole prompt in one step: A waits for its token"),
-        Moment(1, step_chunked, "A", "a chunk of the prompt beside A's token"),
+        Moment(0, unchunked_step, "A", "the whole prompt in one step: A waits for its token"),
+        Moment(1, chunked_step, "A", "a chunk of the prompt beside A's token"),
         Moment(1, chunked.of("B").last_step - 3, "B", "the last chunk gives B's first token"),
     ]
-    return Reveal(text, moments, most_whole == 400 and most_chunked == 63)
+    return Reveal(text, moments, largest_unchunked == 400 and largest_chunked == 63)
 
 
 CHUNKED_PREFILL = Lesson(

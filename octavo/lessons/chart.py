@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.lessons.facts import RunFacts
 
-# The first of these that happens in a column is shown.
+# A column shows the first of these activities that one of its steps has.
 SIGNS = {"preempted": "x", "prefill": "P", "waiting": ".", "decode": "d"}
 LEGEND = ". waits or skips a step   P prefill   d decode   x preempted, waits"
 
@@ -18,7 +18,10 @@ def draw_run(run: RunFacts, width: int) -> list[str]:
     starts = range(1, last_step + 1, steps_per_column)
     lines = []
     for name in names:
-        columns = [_sign(run, name, range(at, at + steps_per_column)) for at in starts]
+        columns = [
+            _sign(run, name, range(first_step, first_step + steps_per_column))
+            for first_step in starts
+        ]
         lines.append(f"{name:{gutter}}{''.join(columns).rstrip()}")
     scale = "one step" if steps_per_column == 1 else f"{steps_per_column} steps"
     lines.append(f"{'':{gutter}}{last_step} steps; a character is {scale}")
@@ -26,5 +29,5 @@ def draw_run(run: RunFacts, width: int) -> list[str]:
 
 
 def _sign(run: RunFacts, name: str, steps: range) -> str:
-    found = {run.activity.get((name, step)) for step in steps}
-    return next((sign for kind, sign in SIGNS.items() if kind in found), " ")
+    activities = {run.activity.get((name, step)) for step in steps}
+    return next((sign for kind, sign in SIGNS.items() if kind in activities), " ")

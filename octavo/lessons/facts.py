@@ -62,14 +62,15 @@ class RunFacts:
     def all(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] == kind]
 
-    def step_of(self, kind: str, name: str = "", place: int = 0) -> int:
-        """Return the step of an event of a kind, of a request if it is named."""
-        found = [
+    def step_of(self, kind: str, name: str = "", index: int = 0) -> int:
+        """Return the step of the event with this index among those of a kind and of a request.
+        Without a name, the events of all requests count."""
+        steps = [
             event["step"]
             for event in self.all(kind)
             if not name or self.sequences[event["seq"]].name == name
         ]
-        return int(found[place])
+        return int(steps[index])
 
     @cached_property
     def milliseconds(self) -> float:
@@ -88,9 +89,9 @@ class RunFacts:
     def drafts(self) -> tuple[int, int]:
         """The numbers of drafted and accepted tokens."""
         drafted = sum(sum(event["drafts"] or ()) for event in self.all("planned"))
-        kept = sum(len(seq.tokens) for seq in self.sequences.values())
+        generated = sum(len(seq.tokens) for seq in self.sequences.values())
         sampling_items = sum(self._sampling.values())
-        return drafted, kept - sampling_items
+        return drafted, generated - sampling_items
 
     @property
     def best_draft_step(self) -> int:
@@ -142,13 +143,13 @@ class RunFacts:
             self.most_used = max(self.most_used, sum(count > 0 for count in used.values()))
 
     def _note_activity(self, event: dict[str, Any], decode: list[int]) -> None:
-        """Remember what each live sequence does in a planned step."""
-        doing = dict.fromkeys(decode, "decode") | {c[0]: "prefill" for c in event["chunks"]}
+        """Record the activity of each unfinished sequence in a planned step."""
+        activity_of = dict.fromkeys(decode, "decode") | {c[0]: "prefill" for c in event["chunks"]}
         for seq_id, seq in self.sequences.items():
             if seq.finished:
                 continue
             idle = "preempted" if seq.preemptions else "waiting"
-            self.activity[seq.name, event["step"]] = doing.get(seq_id, idle)
+            self.activity[seq.name, event["step"]] = activity_of.get(seq_id, idle)
 
     def _add(self, event: dict[str, Any]) -> None:
         if event["kind"] == "arrived":

@@ -14,11 +14,11 @@ from octavo.llm import LLM
 
 
 class Moment(NamedTuple):
-    """A step of a run that is worth a look."""
+    """A step of a run that the explanation points to."""
 
     run: int  # index of the run
     step: int
-    request: str  # its letters; "": none
+    request: str  # the name of the request that the step is about, or ""
     text: str
 
 

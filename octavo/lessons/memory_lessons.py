@@ -24,8 +24,8 @@ def _reveal_paging(runs: Sequence[RunFacts]) -> Reveal:
         "possible reply when it starts: 24 + 232 tokens, which are 16 blocks. It then uses three "
         "of them. Paging takes a block when it is needed, so the six requests together held at "
         f"most {paged.most_used} blocks. The whole work took {contiguous.steps} steps without "
-        f"paging and {paged.steps} with it. What is still wasted with paging is the free rest of "
-        "each request's last block."
+        f"paging and {paged.steps} with it. Paging wastes only the free positions in the last "
+        "block of each request."
     )
     moments = [
         Moment(0, contiguous.step_of("admitted", "B"), "B", "A and B have reserved all blocks"),
@@ -90,20 +90,20 @@ def _reveal_copies(runs: Sequence[RunFacts]) -> Reveal:
 
 def _blocks_used_at(run: RunFacts, step: int) -> int:
     """Return how many blocks are in use when a step is launched."""
-    held: dict[int, int] = {}
+    references: dict[int, int] = {}
     for event in run.events:
         if event["step"] > step:
             break
         if event["kind"] in ("allocated", "shared"):
             for block in event["blocks"]:
-                held[block] = held.get(block, 0) + 1
+                references[block] = references.get(block, 0) + 1
         elif event["kind"] == "copied":
-            held[event["target"]] = 1
-            held[event["source"]] -= 1
+            references[event["target"]] = 1
+            references[event["source"]] -= 1
         elif event["kind"] == "released":
             for block in event["blocks"]:
-                held[block] -= 1
-    return sum(count > 0 for count in held.values())
+                references[block] -= 1
+    return sum(count > 0 for count in references.values())
 
 
 COPY_ON_WRITE = Lesson(

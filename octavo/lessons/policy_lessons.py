@@ -35,12 +35,12 @@ def _reveal_fairness(runs: Sequence[RunFacts]) -> Reveal:
         f"Under fcfs, ben's request started as number {_place_of(fcfs, 'G')}, and its first token "
         f"came after {fcfs.of('G').ttft:.0f} ms. Under fair it started as number "
         f"{_place_of(fair, 'G')}, after {fair.of('G').ttft:.0f} ms. The policy fair counts the "
-        "tokens that each tenant was given, and the tenant with the lowest counter comes next. A "
-        "new tenant starts with the counter of the others, so it is owed nothing for the past: C, "
-        "which came earlier, is next. C raises ann's counter, and then it is ben's turn. Requests "
-        f"that run keep their slots. The six requests of ann took {_last_of_ann(fcfs)} steps under "
-        f"fcfs and {_last_of_ann(fair)} under fair: the total work is the same, only its order "
-        "differs."
+        "tokens of each tenant, and the tenant with the lowest counter comes next. A new tenant "
+        "starts with the counter of the others, so the time before it arrived gives it no "
+        "advantage: C, which came earlier, is next. C raises ann's counter, and then ben comes "
+        "next. Running requests keep their slots. The six requests of ann took "
+        f"{_last_of_ann(fcfs)} steps under fcfs and {_last_of_ann(fair)} under fair: the total "
+        "work is the same, and only its order differs."
     )
     moments = [
         Moment(0, fcfs.step_of("admitted", "G"), "G", "ben is last"),

@@ -88,10 +88,10 @@ def run_scenario(llm: LLM, scenario: Scenario) -> bytes:
 
 def _record(llm: LLM, scenario: Scenario) -> bytes:
     engine = llm.engine
-    parts: list[bytes] = []
+    recorded_lines: list[bytes] = []
     stream = llm.streams.stream_of(engine)
     stream.about["model"] = f"run: {scenario.name}"
-    stream.open(lambda lines, is_start: parts.append(lines))
+    stream.open(lambda lines, is_start: recorded_lines.append(lines))
     pending = sorted(enumerate(scenario.arrivals), key=lambda entry: entry[1].at)
     stops = {_id(index): arrival.stops_after for index, arrival in enumerate(scenario.arrivals)}
     generated: dict[tuple[str, int], int] = {}
@@ -107,7 +107,7 @@ def _record(llm: LLM, scenario: Scenario) -> bytes:
             if generated[key] == stops[output.request_id] and output.finish_reason is None:
                 engine.stop(output.request_id, output.index)
     stream.flush()
-    return b"".join(parts)
+    return b"".join(recorded_lines)
 
 
 def _prompt(llm: LLM, arrival: Arrival) -> list[int]:
