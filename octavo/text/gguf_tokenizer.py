@@ -52,9 +52,11 @@ _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORD_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+@|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*@"
 )
-_REST_PATTERN = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-TEKKEN = _WORD_PATTERN.replace("@", "") + r"|\p{N}" + _REST_PATTERN
-GPT4O = _WORD_PATTERN.replace("@", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"|\p{N}{1,3}" + _REST_PATTERN
+_OTHER_PATTERN = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = _WORD_PATTERN.replace("@", "") + r"|\p{N}" + _OTHER_PATTERN
+GPT4O = (
+    _WORD_PATTERN.replace("@", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"|\p{N}{1,3}" + _OTHER_PATTERN
+)
 
 
 class PreTokenizer(NamedTuple):

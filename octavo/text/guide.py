@@ -91,7 +91,8 @@ class Guides:
         self._abandoned_threads = 0
 
     def around_reasoning(self, params: SamplingParams, answer: Guide | None) -> Guide | None:
-        """Return the guide of a text that may begin with reasoning. `answer` guides the rest."""
+        """Return the guide of a text that may begin with reasoning. `answer` guides the text after
+        the reasoning."""
         if not params.guides_reasoning:
             return answer
         assert self._tokenizer is not None and params.reasoning is not None

@@ -46,18 +46,18 @@ class LiteralReader:
 
     def value(self) -> Any:
         """Parse the text as one value."""
-        value = self._value(0)
+        value = self._read_value(0)
         self._check_end()
         return value
 
     def members(self, separator: str) -> dict[str, Any]:
         """Parse the text as names and values: `name=value, ...` or `name: value, ...`. A value that
         is not a literal is a string without quotation marks."""
-        return self._members(separator, "", 0)
+        return self._read_members(separator, "", 0)
 
-    # ---- parts of the text ----
+    # ---- reading one part of the text ----
 
-    def _peek(self) -> str:
+    def _peek_character(self) -> str:
         """Skip white space and return the next character, or "" at the end of the text."""
         space = _SPACE.match(self._text, self._pos)
         assert space is not None
@@ -66,35 +66,37 @@ class LiteralReader:
 
     def _read_mark(self, mark: str) -> bool:
         """Read this character and return True if it comes next. "" means the end of the text."""
-        if self._peek() != mark:
+        if self._peek_character() != mark:
             return False
         self._pos += len(mark)
         return True
 
     def _check_end(self) -> None:
-        if self._peek():
+        if self._peek_character():
             raise NotALiteral
 
-    def _members(self, separator: str, closing_mark: str, depth: int) -> dict[str, Any]:
+    def _read_members(self, separator: str, closing_mark: str, depth: int) -> dict[str, Any]:
         """Read members up to the closing mark, or up to the end of the text without one."""
         members: dict[str, Any] = {}
         while not self._read_mark(closing_mark):
-            key = self._string()
+            key = self._read_string()
             if key is None:
-                key = self._word()
+                key = self._read_word()
             if not self._read_mark(separator):
                 raise NotALiteral
-            members[key] = self._value(depth + 1) if closing_mark else self._value_or_plain_text()
-            if not self._read_mark(",") and self._peek() != closing_mark:
+            members[key] = (
+                self._read_value(depth + 1) if closing_mark else self._read_value_or_text()
+            )
+            if not self._read_mark(",") and self._peek_character() != closing_mark:
                 raise NotALiteral
         return members
 
-    def _value_or_plain_text(self) -> Any:
+    def _read_value_or_text(self) -> Any:
         """Read a literal, or the plain text up to the next comma or the end."""
         start = self._pos
         try:
-            value = self._value(1)
-            if self._peek() in ("", ","):
+            value = self._read_value(1)
+            if self._peek_character() in ("", ","):
                 return value
         except NotALiteral:
             pass
@@ -102,46 +104,46 @@ class LiteralReader:
         self._pos = end if end >= 0 else len(self._text)
         return self._text[start : self._pos].strip()
 
-    def _items(self, closing_mark: str, depth: int) -> list[Any]:
+    def _read_items(self, closing_mark: str, depth: int) -> list[Any]:
         items: list[Any] = []
         while not self._read_mark(closing_mark):
-            items.append(self._value(depth + 1))
-            if not self._read_mark(",") and self._peek() != closing_mark:
+            items.append(self._read_value(depth + 1))
+            if not self._read_mark(",") and self._peek_character() != closing_mark:
                 raise NotALiteral
         return items
 
-    def _value(self, depth: int) -> Any:
+    def _read_value(self, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise NotALiteral
-        text = self._string()
+        text = self._read_string()
         if text is not None:
             return text
-        mark = self._peek()
+        mark = self._peek_character()
         if mark in CLOSING:
             self._pos += 1
             if mark == "{":
-                return self._members(":", "}", depth)
-            return self._items(CLOSING[mark], depth)
+                return self._read_members(":", "}", depth)
+            return self._read_items(CLOSING[mark], depth)
         number = _NUMBER.match(self._text, self._pos)
         if number is not None:
             self._pos = number.end()
             return _number(number[0])
-        word = self._word()
+        word = self._read_word()
         if word not in WORDS:
             raise NotALiteral
         return WORDS[word]
 
-    def _word(self) -> str:
-        self._peek()
+    def _read_word(self) -> str:
+        self._peek_character()
         match = _WORD.match(self._text, self._pos)
         if match is None:
             raise NotALiteral
         self._pos = match.end()
         return match[0]
 
-    def _string(self) -> str | None:
+    def _read_string(self) -> str | None:
         """Read a quoted string, if one comes next."""
-        self._peek()
+        self._peek_character()
         if self._quote:
             if not self._text.startswith(self._quote, self._pos):
                 return None

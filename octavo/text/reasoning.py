@@ -106,9 +106,9 @@ class ReasoningFilter:
             found_tags = [(text.find(tag), tag) for tag in tags if tag in text]
             if not found_tags:
                 break
-            place, tag = min(found_tags, key=lambda pair: (pair[0], -len(pair[1])))
-            pieces.append((self.in_reasoning, text[:place]))
-            text = text[place + len(tag) :]
+            start, tag = min(found_tags, key=lambda pair: (pair[0], -len(pair[1])))
+            pieces.append((self.in_reasoning, text[:start]))
+            text = text[start + len(tag) :]
             if tag == (self.style.closing if self.in_reasoning else self.style.opening):
                 self.in_reasoning = not self.in_reasoning
         held_length = max(_overlap(text, tag) for tag in tags)

@@ -77,10 +77,10 @@ def check_depth(schema: Any) -> None:
     if not isinstance(schema, dict):
         raise SpecError("a schema must be an object")
     definitions: dict[str, Definition] = {}
-    pending_places = ["#"]
+    pending_locations = ["#"]
     visits = 0
-    while pending_places:
-        location = pending_places.pop()
+    while pending_locations:
+        location = pending_locations.pop()
         if location in definitions:
             continue
         nesting = 0
@@ -100,7 +100,7 @@ def check_depth(schema: Any) -> None:
         if visits > MAX_VISITS:
             raise SpecError("it is too large: its references cover the same parts too often")
         definitions[location] = Definition(nesting, references)
-        pending_places += references
+        pending_locations += references
     depths = chain_depths(definitions)
     if depths["#"] > MAX_DEPTH:
         deepest_reference = max(

@@ -396,8 +396,9 @@ class Tokenizer:
     ) -> Any:
         """Render a conversation, or a list of them, as text, as ids or as an Encoding.
 
-        `options` are continue_final_message and further variables for the template. In ids, control
-        tokens that a message spells are characters. In text they look like those of the template.
+        `options` are continue_final_message and further variables for the template. In ids, a
+        control token that a message spells is encoded as characters. In text it looks like a
+        control token of the template.
         """
         from octavo.text.chat import encode_chat, select_template
 
@@ -454,8 +455,8 @@ class Tokenizer:
                 f"{error!r}"
             ) from error
         if isinstance(backend.post_processor, processors.ByteLevel | None):
-            # These post-processors do not decide about BOS and EOS. Others do, even if they add
-            # none, and are left as they are.
+            # These post-processors do not determine BOS and EOS. All others do, even if they add
+            # no token, so they are not changed.
             set_bos_eos(
                 backend,
                 specials.get("bos_token") if config.get("add_bos_token") else None,
@@ -472,7 +473,8 @@ def _read_backend(
 ) -> tokenizers.Tokenizer:
     """Read the tokenizer of a model directory.
 
-    `specials` are the special tokens by name. Those of GPT-2 are added if its files name none.
+    `specials` are the special tokens by name. If the files name no eos_token, the special token of
+    GPT-2 is added to `specials`.
     """
     if (path / "tokenizer.json").is_file():
         try:

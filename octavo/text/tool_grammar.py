@@ -176,9 +176,9 @@ class _GrammarWriter:
                 return r"/[0-9]{1,4}/"
             case "json":
                 head = json.dumps(self._json_head(function["name"]))
-                return f'{head} {_json_rule(_closed(schema))} "}}"'
+                return f'{head} {_json_rule(_arguments_schema(schema))} "}}"'
             case "arguments":
-                return _json_rule(_closed(schema))
+                return _json_rule(_arguments_schema(schema))
             case "parameters":
                 return self._parameters(rule, schema)
             case "python":
@@ -296,7 +296,7 @@ def _as_literal(schema: Any) -> str:
     return json.dumps(schema, ensure_ascii=False).replace("%", "\\u0025")
 
 
-def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
+def _arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Return the schema of a tool's arguments. A tool that describes no parameters has none.
     octavo/text/schema.py closes objects whose properties the schema names."""
     schema = {"type": "object", **(parameters or {})}
