@@ -133,11 +133,13 @@ class TransformerLayer(nn.Module):
             hidden = hidden[batch.logit_indices]
             batch = last
         branch = ops.attention(query, kv_cache, batch, self.config.scale, self.window).flatten(1)
-        hidden = self._added(self.out, branch, self.post_attn_norm, hidden)
+        hidden = self._add_branch(self.out, branch, self.post_attn_norm, hidden)
         branch = self.act_mul(self.gate_up(ops.rms_norm(hidden, self.mlp_norm, epsilon)))
-        return self._added(self.down, branch, self.post_mlp_norm, hidden)
+        return self._add_branch(self.down, branch, self.post_mlp_norm, hidden)
 
-    def _added(self, linear: Linear, branch: Tensor, norm: Tensor | None, hidden: Tensor) -> Tensor:
+    def _add_branch(
+        self, linear: Linear, branch: Tensor, norm: Tensor | None, hidden: Tensor
+    ) -> Tensor:
         """Return hidden + linear(branch). The product is normalised first if there is a norm."""
         return (
             linear(branch, hidden)

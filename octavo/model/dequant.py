@@ -26,12 +26,12 @@ CHUNK = 1 << 15
 Coded = tuple[Tensor, Tensor, Tensor | None]  # codes, scales, minima
 
 
-def _half(blocks: Tensor, offset: int) -> Tensor:
+def _float16_at(blocks: Tensor, offset: int) -> Tensor:
     """Return the float16 at byte `offset` of each block, [n, 1]."""
     return blocks[:, offset : offset + 2].view(torch.float16)
 
 
-def _planes(packed: Tensor, bits: int) -> Tensor:
+def _unpack_bits(packed: Tensor, bits: int) -> Tensor:
     """packed [n, g, w] -> [n, g * (8 / bits), w]
 
     For each group, the lowest bits of all its bytes come first, then the next higher ones.
@@ -44,11 +44,15 @@ def _planes(packed: Tensor, bits: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Coded:
-    return _planes(blocks[:, None, 2:], 4).flatten(1), _half(blocks, 0), None
+    return _unpack_bits(blocks[:, None, 2:], 4).flatten(1), _float16_at(blocks, 0), None
 
 
 def _q4_1(blocks: Tensor) -> Coded:
-    return _planes(blocks[:, None, 4:], 4).flatten(1), _half(blocks, 0), _half(blocks, 2)
+    return (
+        _unpack_bits(blocks[:, None, 4:], 4).flatten(1),
+        _float16_at(blocks, 0),
+        _float16_at(blocks, 2),
+    )
 
 
 def _five_bits(low_bits: Tensor, high_bits: Tensor) -> Tensor:
@@ -59,28 +63,28 @@ def _five_bits(low_bits: Tensor, high_bits: Tensor) -> Tensor:
     """
     shifts = torch.arange(8, dtype=torch.uint8)
     fifth = (high_bits[:, :, None] >> shifts & 1).flatten(1)
-    return _planes(low_bits[:, None], 4).flatten(1) | fifth << 4
+    return _unpack_bits(low_bits[:, None], 4).flatten(1) | fifth << 4
 
 
 def _q5_0(blocks: Tensor) -> Coded:
-    return _five_bits(blocks[:, 6:], blocks[:, 2:6]) + (128 - 16), _half(blocks, 0), None
+    return _five_bits(blocks[:, 6:], blocks[:, 2:6]) + (128 - 16), _float16_at(blocks, 0), None
 
 
 def _q5_1(blocks: Tensor) -> Coded:
-    return _five_bits(blocks[:, 8:], blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2)
+    return _five_bits(blocks[:, 8:], blocks[:, 4:8]), _float16_at(blocks, 0), _float16_at(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> Coded:
     # Flipping the top bit turns signed codes into codes around 128.
-    return blocks[:, 2:] ^ 0x80, _half(blocks, 0), None
+    return blocks[:, 2:] ^ 0x80, _float16_at(blocks, 0), None
 
 
 def _q2_k(blocks: Tensor) -> Coded:
     """16 groups of 16: 4-bit scales and minima [16 bytes], 2-bit values [64], d, dmin."""
     packed = blocks[:, :16]
-    scale = (packed & 15).float() * _half(blocks, 80).float()
-    least = (packed >> 4).float() * _half(blocks, 82).float()
-    return _planes(blocks[:, 16:80].unflatten(1, (2, 32)), 2).flatten(1), scale, -least
+    scale = (packed & 15).float() * _float16_at(blocks, 80).float()
+    least = (packed >> 4).float() * _float16_at(blocks, 82).float()
+    return _unpack_bits(blocks[:, 16:80].unflatten(1, (2, 32)), 2).flatten(1), scale, -least
 
 
 def _q3_k(blocks: Tensor) -> Coded:
@@ -88,11 +92,11 @@ def _q3_k(blocks: Tensor) -> Coded:
 
     A third bit that is 0 subtracts 4.
     """
-    low_bits = _planes(blocks[:, None, 96:104], 4).flatten(1)
-    high_bits = _planes(blocks[:, None, 104:108], 2).flatten(1)
-    scale = ((low_bits | high_bits << 4).float() - 32) * _half(blocks, 108).float()
-    third_bits = _planes(blocks[:, None, :32], 1)
-    codes = _planes(blocks[:, 32:96].unflatten(1, (2, 32)), 2) | third_bits << 2
+    low_bits = _unpack_bits(blocks[:, None, 96:104], 4).flatten(1)
+    high_bits = _unpack_bits(blocks[:, None, 104:108], 2).flatten(1)
+    scale = ((low_bits | high_bits << 4).float() - 32) * _float16_at(blocks, 108).float()
+    third_bits = _unpack_bits(blocks[:, None, :32], 1)
+    codes = _unpack_bits(blocks[:, 32:96].unflatten(1, (2, 32)), 2) | third_bits << 2
     return codes.flatten(1) + (128 - 4), scale, None
 
 
@@ -108,27 +112,28 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     mixed_bytes = blocks[:, 12:16]
     scale = torch.cat([scale_bytes & 63, mixed_bytes & 15 | scale_bytes >> 6 << 4], 1).float()
     least = torch.cat([least_bytes & 63, mixed_bytes >> 4 | least_bytes >> 6 << 4], 1).float()
-    return scale * _half(blocks, 0).float(), -(least * _half(blocks, 2).float())
+    return scale * _float16_at(blocks, 0).float(), -(least * _float16_at(blocks, 2).float())
 
 
 def _q4_k(blocks: Tensor) -> Coded:
     """8 groups of 32: d, dmin, scales [16 bytes together], 4-bit values [128]."""
-    return _planes(blocks[:, 16:].unflatten(1, (4, 32)), 4).flatten(1), *_k_scales(blocks)
+    return _unpack_bits(blocks[:, 16:].unflatten(1, (4, 32)), 4).flatten(1), *_k_scales(blocks)
 
 
 def _q5_k(blocks: Tensor) -> Coded:
     """8 groups of 32: d, dmin, scales [16 bytes together], fifth bits [32], 4-bit values [128]."""
     codes = (
-        _planes(blocks[:, 48:].unflatten(1, (4, 32)), 4) | _planes(blocks[:, None, 16:48], 1) << 4
+        _unpack_bits(blocks[:, 48:].unflatten(1, (4, 32)), 4)
+        | _unpack_bits(blocks[:, None, 16:48], 1) << 4
     )
     return codes.flatten(1), *_k_scales(blocks)
 
 
 def _q6_k(blocks: Tensor) -> Coded:
     """16 groups of 16: 4 low bits [128 bytes], 2 high bits [64], signed scales [16], d."""
-    scale = blocks[:, 192:208].view(torch.int8).float() * _half(blocks, 208).float()
-    low_bits = _planes(blocks[:, :128].unflatten(1, (2, 64)), 4).view(-1, 8, 32)
-    high_bits = _planes(blocks[:, 128:192].unflatten(1, (2, 32)), 2)
+    scale = blocks[:, 192:208].view(torch.int8).float() * _float16_at(blocks, 208).float()
+    low_bits = _unpack_bits(blocks[:, :128].unflatten(1, (2, 64)), 4).view(-1, 8, 32)
+    high_bits = _unpack_bits(blocks[:, 128:192].unflatten(1, (2, 32)), 2)
     return (low_bits | high_bits << 4).flatten(1) + (128 - 32), scale, None
 
 

@@ -33,11 +33,11 @@ def _checksum(data: Tensor) -> bytes:
     return (
         zlib.crc32(data.numpy().data).to_bytes(4, "little")
         if data.device.type == "cpu"
-        else _sums(data)
+        else _row_and_column_sums(data)
     )
 
 
-def _sums(data: Tensor) -> bytes:
+def _row_and_column_sums(data: Tensor) -> bytes:
     """data [n] uint8 -> the sums of its rows and columns, which a GPU computes quickly."""
     row_bytes = len(data) - len(data) % ROW_BYTES
     row_words = data[:row_bytes].view(torch.int32).view(-1, ROW_BYTES // 4)

@@ -58,7 +58,7 @@ class TensorInfo(NamedTuple):
     """The shape, format and position of one tensor."""
 
     shape: tuple[int, ...]  # the slowest dimension first, as in torch
-    kind: int  # a key of FORMATS
+    format_id: int  # a key of FORMATS
     begin: int  # its position in the file
     end: int
 
@@ -72,7 +72,7 @@ class _Cursor:
         self.position = 0
         self.end = min(len(data), MAX_HEADER)
 
-    def bad(self, reason: str) -> CheckpointError:
+    def invalid_file(self, reason: str) -> CheckpointError:
         return CheckpointError(
             f"{self.path} is not a valid GGUF file: {reason}. Download or convert it again"
         )
@@ -81,7 +81,7 @@ class _Cursor:
         """Advance by nbytes and return the position where they begin."""
         position = self.position
         if nbytes > self.end - position:
-            raise self.bad(
+            raise self.invalid_file(
                 f"a value of {nbytes} bytes begins at byte {position}, but only the first "
                 f"{self.end} bytes can be read, so the file is probably cut off"
             )
@@ -94,7 +94,9 @@ class _Cursor:
     def count(self, layout: str, description: str, maximum: int) -> int:
         value: int = self.number(layout)
         if value > maximum:
-            raise self.bad(f"it has {value} {description}, but at most {maximum} are allowed")
+            raise self.invalid_file(
+                f"it has {value} {description}, but at most {maximum} are allowed"
+            )
         return value
 
     def string(self) -> str:
@@ -103,7 +105,7 @@ class _Cursor:
         try:
             return self.data[position : position + length].decode()
         except UnicodeDecodeError:
-            raise self.bad(f"the string at byte {position} is not UTF-8") from None
+            raise self.invalid_file(f"the string at byte {position} is not UTF-8") from None
 
     def strings(self, count: int) -> list[str]:
         """Do the same as `count` calls of string(), in a fifth of the time.
@@ -127,7 +129,7 @@ class _Cursor:
         self.position = position
         if len(strings) < count:
             self.string()  # raises the error of the string that failed
-            raise self.bad(f"an array of {count} strings ends early")
+            raise self.invalid_file(f"an array of {count} strings ends early")
         return strings
 
     def value(self, value_type: int, depth: int = 0) -> Any:
@@ -136,12 +138,12 @@ class _Cursor:
         if value_type == STRING:
             return self.string()
         if value_type != ARRAY:
-            raise self.bad(
+            raise self.invalid_file(
                 f"the value at byte {self.position} has type {value_type}, but the known types are "
                 "0 to 12"
             )
         if depth == MAX_NESTING:
-            raise self.bad(f"arrays are nested more than {MAX_NESTING} levels deep")
+            raise self.invalid_file(f"arrays are nested more than {MAX_NESTING} levels deep")
         item_type = self.number("<I")
         count = self.count("<Q", "array items", MAX_ARRAY)
         if item_type == STRING:
@@ -168,7 +170,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
 def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     cursor.skip(4)
     if (version := cursor.number("<I")) not in (2, 3):
-        raise cursor.bad(
+        raise cursor.invalid_file(
             f"its version is {version:#x}, but only versions 2 and 3, little-endian, are supported"
         )
     num_tensors = cursor.count("<Q", "tensors", MAX_ENTRIES)
@@ -178,14 +180,14 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]
     for _ in range(num_keys):
         key = cursor.string()
         if key in metadata:
-            raise cursor.bad(f"key {key!r} appears twice")
+            raise cursor.invalid_file(f"key {key!r} appears twice")
         metadata[key] = cursor.value(cursor.number("<I"))
 
     tensor_infos: dict[str, TensorInfo] = {}
     for _ in range(num_tensors):
         name = cursor.string()
         if name in tensor_infos:
-            raise cursor.bad(f"tensor {name!r} appears twice")
+            raise cursor.invalid_file(f"tensor {name!r} appears twice")
         tensor_infos[name] = _read_tensor_info(cursor, name)
     return metadata, _locate_tensors(cursor, metadata, tensor_infos)
 
@@ -198,17 +200,17 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
     offset = cursor.number("<Q")
     if format_id not in FORMATS:
         known = ", ".join(block_format.name for block_format in FORMATS.values())
-        raise cursor.bad(
+        raise cursor.invalid_file(
             f"tensor {name!r} has format number {format_id}, but the known formats are {known}"
         )
     if not shape or 0 in shape or math.prod(shape) >= 2**63:
-        raise cursor.bad(
+        raise cursor.invalid_file(
             f"tensor {name!r} has shape {list(shape)}: no dimension may be 0, and the product of "
             "the dimensions must fit in 63 bits"
         )
     block_format = FORMATS[format_id]
     if shape[-1] % block_format.values:
-        raise cursor.bad(
+        raise cursor.invalid_file(
             f"tensor {name!r} has rows of {shape[-1]} values, but format {block_format.name} "
             f"packs {block_format.values} at a time"
         )
@@ -222,7 +224,7 @@ def _locate_tensors(
     """Return the tensors in file order, with positions in the file. The cursor is at the data."""
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise cursor.bad(f"its alignment is {alignment!r}, but it must be a power of two")
+        raise cursor.invalid_file(f"its alignment is {alignment!r}, but it must be a power of two")
     data_start = cursor.position + -cursor.position % alignment
     in_order = {}
     previous_end = 0
@@ -230,13 +232,13 @@ def _locate_tensors(
         begin = data_start + tensor_info.begin
         end = data_start + tensor_info.end
         if tensor_info.begin % alignment or tensor_info.begin < previous_end:
-            raise cursor.bad(
+            raise cursor.invalid_file(
                 f"tensor {name!r} begins at offset {tensor_info.begin}, which is unaligned or "
                 "inside the previous tensor"
             )
         previous_end = tensor_info.end
         if end > len(cursor.data):
-            raise cursor.bad(
+            raise cursor.invalid_file(
                 f"tensor {name!r} ends at byte {end}, but the file has {len(cursor.data)} bytes "
                 "(truncated?)"
             )
@@ -276,9 +278,9 @@ def open_gguf(path: Path) -> Checkpoint:
 
 def _read(path: Path, tensor_info: TensorInfo) -> Tensor:
     data = map_bytes(path, tensor_info.begin, tensor_info.end)
-    if (plain_dtype := FORMATS[tensor_info.kind].plain) is not None:
+    if (plain_dtype := FORMATS[tensor_info.format_id].plain) is not None:
         return aligned_view(data, plain_dtype).view(tensor_info.shape)
-    return dequantize(data, tensor_info.kind).view(tensor_info.shape)
+    return dequantize(data, tensor_info.format_id).view(tensor_info.shape)
 
 
 def _read_codes(
@@ -289,7 +291,9 @@ def _read_codes(
     The layout only reorders rows, so it applies to the codes too.
     """
     weight = as_codes(
-        map_bytes(path, tensor_info.begin, tensor_info.end), tensor_info.kind, tensor_info.shape[-1]
+        map_bytes(path, tensor_info.begin, tensor_info.end),
+        tensor_info.format_id,
+        tensor_info.shape[-1],
     )
     if layout is None:
         return weight
@@ -309,7 +313,7 @@ def _stored(
     """Describe one tensor. `reorders_rows` means that the layout only reorders rows."""
     nbytes = tensor_info.end - tensor_info.begin
     weight_format = (
-        CODED.get(tensor_info.kind) if len(tensor_info.shape) == 2 and reorders_rows else None
+        CODED.get(tensor_info.format_id) if len(tensor_info.shape) == 2 and reorders_rows else None
     )
     read_codes = None if weight_format is None else lambda: _read_codes(path, tensor_info, layout)
     if layout is None:
@@ -509,7 +513,7 @@ def _config(metadata: _Metadata, tensor_infos: dict[str, TensorInfo]) -> dict[st
 def _common_config(metadata: _Metadata, tensor_infos: dict[str, TensorInfo]) -> dict[str, Any]:
     architecture = ARCHITECTURES[metadata.architecture]
     vocab_size = tensor_infos["token_embd.weight"].shape[0]
-    formats = {FORMATS[tensor_info.kind].name for tensor_info in tensor_infos.values()}
+    formats = {FORMATS[tensor_info.format_id].name for tensor_info in tensor_infos.values()}
     if formats == {"F32"}:
         dtype = "float32"
     else:
@@ -573,8 +577,8 @@ def _decoder_config(metadata: _Metadata, tensor_infos: dict[str, TensorInfo]) ->
 
 
 def _gemma_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    # The file does not contain query_pre_attn_scalar. It is head_dim in all models but the 27B one,
-    # which is the one with 62 layers.
+    # The file does not contain query_pre_attn_scalar. It equals head_dim in all models except 27B,
+    # which is the only model with 62 layers.
     is_27b = config["num_hidden_layers"] == 62
     per_head = config["hidden_size"] // config["num_attention_heads"]
     return {
@@ -588,7 +592,7 @@ def _gemma_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]
 
 
 def _rope_factors(path: Path, tensor_info: TensorInfo, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the scaling of Llama 3, for which the converter stores a factor per frequency."""
+    """Return the rope scaling of Llama 3. The converter stores a factor for each frequency."""
     if config.get("rope_scaling") is not None or tensor_info.shape != (
         config.get("head_dim", 0) // 2,
     ):

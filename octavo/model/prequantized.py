@@ -189,8 +189,8 @@ def _scheme(quantization_config: dict[str, Any], source: str) -> Scheme:
         return Scheme(
             _weight_format(group_size, not symmetric, source),
             ("qweight", "qzeros", "scales", "g_idx"),
-            lambda parts: _read_gptq(
-                parts, group_size, 1 if checkpoint_format == "gptq" else 0, source
+            lambda tensors: _read_gptq(
+                tensors, group_size, 1 if checkpoint_format == "gptq" else 0, source
             ),
             lambda shape: (shape[1], shape[0] * 8),
             lambda outputs, inputs, groups: {
@@ -245,7 +245,7 @@ def _compressed(quantization_config: dict[str, Any], source: str) -> Scheme:
     return Scheme(
         _weight_format(weight_config.get("group_size"), False, source),
         ("weight_packed", "weight_scale", "weight_shape"),
-        lambda parts: (_bytes(parts["weight_packed"]), parts["weight_scale"], None),
+        lambda tensors: (_as_bytes(tensors["weight_packed"]), tensors["weight_scale"], None),
         lambda shape: (shape[0], shape[1] * 8),
         lambda outputs, inputs, config_groups: {
             "weight_packed": (outputs, inputs // 8),
@@ -263,37 +263,37 @@ def _weight_format(group_size: Any, asymmetric: bool, source: str) -> WeightForm
 # ---- codes ---------------------------------------------------------------------------------------
 
 
-def _bytes(words: Tensor) -> Tensor:
+def _as_bytes(words: Tensor) -> Tensor:
     """words int32 [n, m], with eight codes each -> uint8 [n, 4 m], with two neighbours in a byte"""
     return words.contiguous().view(torch.uint8)
 
 
-def _nibbles(words: Tensor) -> Tensor:
+def _unpack_nibbles(words: Tensor) -> Tensor:
     """words int32 [n, m] -> the codes in order, uint8 [n, 8 m]"""
-    pairs = _bytes(words)
+    pairs = _as_bytes(words)
     return torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
 
 
 def _read_gptq(
-    parts: dict[str, Tensor], group_size: int, zero_offset: int, source: str
+    tensors: dict[str, Tensor], group_size: int, zero_offset: int, source: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`zero_offset` is added to the zeros: the first version of the format stores zero - 1."""
-    codes = _bytes(parts["qweight"].t())
-    group_index = parts.get("g_idx")
+    codes = _as_bytes(tensors["qweight"].t())
+    group_index = tensors.get("g_idx")
     if group_index is not None and not torch.equal(
         group_index.long(), torch.arange(2 * codes.shape[1]) // group_size
     ):
         raise CheckpointError(f"{source}: groups in activation order (desc_act) are not supported")
-    return codes, parts["scales"].t(), _nibbles(parts["qzeros"]).t() + zero_offset
+    return codes, tensors["scales"].t(), _unpack_nibbles(tensors["qzeros"]).t() + zero_offset
 
 
-def _read_awq(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+def _read_awq(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
     def outputs_in_order(words: Tensor) -> Tensor:
-        return _nibbles(words).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).t()
+        return _unpack_nibbles(words).unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1).t()
 
-    codes = outputs_in_order(parts["qweight"])
+    codes = outputs_in_order(tensors["qweight"])
     return (
         codes[:, 0::2] | codes[:, 1::2] << 4,
-        parts["scales"].t(),
-        outputs_in_order(parts["qzeros"]),
+        tensors["scales"].t(),
+        outputs_in_order(tensors["qzeros"]),
     )

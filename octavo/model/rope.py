@@ -24,14 +24,14 @@ from octavo.model.fields import LARGEST_REAL, SMALLEST_REAL, Fields, shortened
 
 MAX_POSITIONS = 2**31 - 1
 CHUNK = 1 << 16  # positions of the table that are computed at a time
-TRAINED = "original_max_position_embeddings"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 REQUIRED = {
     "default": (),
     "custom": (),
     "linear": ("factor",),
-    "dynamic": ("factor", TRAINED),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", TRAINED),
-    "yarn": ("factor", TRAINED),
+    "dynamic": ("factor", ORIGINAL_LENGTH),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH),
+    "yarn": ("factor", ORIGINAL_LENGTH),
 }
 OPTIONAL = {"yarn": ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")}
 
@@ -57,10 +57,10 @@ def rope_config(fields: Fields, parameters: dict[str, Any], theta: float) -> Rop
         )
     # The trained length is filled in here, so that the table depends on `scaling` alone.
     if rope_type == "dynamic":
-        scaling[TRAINED] = fields.positive_int("max_position_embeddings")
-    elif TRAINED in REQUIRED[rope_type]:
-        configured = fields[TRAINED] or scaling.get(TRAINED)
-        scaling[TRAINED] = configured or fields.positive_int("max_position_embeddings")
+        scaling[ORIGINAL_LENGTH] = fields.positive_int("max_position_embeddings")
+    elif ORIGINAL_LENGTH in REQUIRED[rope_type]:
+        configured = fields[ORIGINAL_LENGTH] or scaling.get(ORIGINAL_LENGTH)
+        scaling[ORIGINAL_LENGTH] = configured or fields.positive_int("max_position_embeddings")
     if scaling.get("partial_rotary_factor", 1) != 1:
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
     checked = Fields(scaling)
@@ -107,12 +107,14 @@ def context_length(rope: RopeConfig, max_position: int) -> int:
     rope_type = scaling.get("rope_type", "default")
     if rope_type not in ("linear", "dynamic", "yarn"):
         return max_position
-    trained = scaling["original_max_position_embeddings"] if rope_type == "yarn" else max_position
-    scaled = trained * scaling["factor"]
+    original_length = (
+        scaling["original_max_position_embeddings"] if rope_type == "yarn" else max_position
+    )
+    scaled = original_length * scaling["factor"]
     if scaled > MAX_POSITIONS:
         raise ModelError(
-            f"config.json: a rope factor of {scaling['factor']:g} for {trained:g} positions "
-            f"makes more than {MAX_POSITIONS} positions"
+            f"config.json: a rope factor of {scaling['factor']:g} for {original_length:g} "
+            f"positions makes more than {MAX_POSITIONS} positions"
         )
     return max(max_position, int(scaled))
 
@@ -148,10 +150,10 @@ def dynamic_frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> T
         raise ModelError(
             f"config.json: rope type 'dynamic' needs heads of more than {head_dim} dimensions"
         )
-    trained = rope.scaling["original_max_position_embeddings"]
+    original_length = rope.scaling["original_max_position_embeddings"]
     factor = rope.scaling["factor"]
-    length = (positions.double() + 1).clamp(min=trained)
-    growth = factor * length / trained - (factor - 1)
+    length = (positions.double() + 1).clamp(min=original_length)
+    growth = factor * length / original_length - (factor - 1)
     base = (rope.theta * growth ** (head_dim / (head_dim - 2))).float()
     dims = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
     return 1.0 / base ** (dims / head_dim)
@@ -182,18 +184,18 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     if rope_type == "llama3":
         # These are the rotations over the trained length.
         rotations = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        keep = (rotations - scaling["low_freq_factor"]) / (
+        unscaled_share = (rotations - scaling["low_freq_factor"]) / (
             scaling["high_freq_factor"] - scaling["low_freq_factor"]
         )
-        return blend(frequencies, scaling["factor"], keep.clamp(0, 1)), 1.0
+        return blend(frequencies, scaling["factor"], unscaled_share.clamp(0, 1)), 1.0
     if rope_type == "yarn":
-        low = turning_dim(
+        low = correction_dim(
             scaling.get("beta_fast") or 32,
             rope.theta,
             head_dim,
             scaling["original_max_position_embeddings"],
         )
-        high = turning_dim(
+        high = correction_dim(
             scaling.get("beta_slow") or 1,
             rope.theta,
             head_dim,
@@ -207,17 +209,18 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         if low == high:
             high += 0.001
         dims = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
-        keep = 1 - ((dims - low) / (high - low)).clamp(0, 1)
-        return blend(frequencies, scaling["factor"], keep), yarn_scale(scaling)
+        unscaled_share = 1 - ((dims - low) / (high - low)).clamp(0, 1)
+        return blend(frequencies, scaling["factor"], unscaled_share), yarn_scale(scaling)
     return frequencies, 1.0
 
 
-def blend(frequencies: Tensor, factor: float, keep: Tensor) -> Tensor:
-    """Interpolate: frequencies are unchanged where keep is 1 and divided by the factor at 0."""
-    return frequencies * keep + frequencies / factor * (1 - keep)
+def blend(frequencies: Tensor, factor: float, unscaled_share: Tensor) -> Tensor:
+    """Interpolate between unchanged frequencies (unscaled_share 1) and frequencies divided by the
+    factor (unscaled_share 0)."""
+    return frequencies * unscaled_share + frequencies / factor * (1 - unscaled_share)
 
 
-def turning_dim(rotations: float, theta: float, head_dim: int, length: int) -> float:
+def correction_dim(rotations: float, theta: float, head_dim: int, length: int) -> float:
     """Return the (fractional) dimension that rotates this often over `length` positions."""
     return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 

@@ -60,13 +60,15 @@ def divide_heads(config: ModelConfig, rank: int, num_ranks: int) -> tuple[range,
     """
     group_size = config.num_heads // config.num_kv_heads
     if num_ranks <= config.num_kv_heads:
-        kv_heads = part_of(config.num_kv_heads, rank, num_ranks)
+        kv_heads = split_range(config.num_kv_heads, rank, num_ranks)
         return scaled(kv_heads, group_size), kv_heads
     for kv_head in range(config.num_kv_heads):
-        ranks_of_kv_head = part_of(num_ranks, kv_head, config.num_kv_heads)
+        ranks_of_kv_head = split_range(num_ranks, kv_head, config.num_kv_heads)
         if rank not in ranks_of_kv_head or len(ranks_of_kv_head) > group_size:
             continue
-        heads_in_group = part_of(group_size, rank - ranks_of_kv_head.start, len(ranks_of_kv_head))
+        heads_in_group = split_range(
+            group_size, rank - ranks_of_kv_head.start, len(ranks_of_kv_head)
+        )
         first = kv_head * group_size
         query_heads = range(first + heads_in_group.start, first + heads_in_group.stop)
         return query_heads, range(kv_head, kv_head + 1)
@@ -77,7 +79,7 @@ def divide_heads(config: ModelConfig, rank: int, num_ranks: int) -> tuple[range,
 
 
 def divide_intermediate(size: int, group_size: int, rank: int, num_ranks: int) -> range:
-    groups = part_of(-(-size // group_size), rank, num_ranks)
+    groups = split_range(-(-size // group_size), rank, num_ranks)
     if not groups:
         raise ModelError(
             f"tensor_parallel_size {num_ranks} is too large: the intermediate size {size} has "
@@ -99,7 +101,7 @@ def divide_vocabulary(size: int, rank: int, num_ranks: int) -> Share:
     return Share((tokens,), size)
 
 
-def part_of(total: int, index: int, count: int) -> range:
+def split_range(total: int, index: int, count: int) -> range:
     """Return one of `count` parts of range(total). The sizes of the parts differ by at most one,
     and the first part is the largest."""
     return range(-(-total * index // count), -(-total * (index + 1) // count))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.model import build, registry
-from octavo.model.fingerprint import _sums, fingerprint
+from octavo.model.fingerprint import _row_and_column_sums, fingerprint
 from octavo.model.load import dummy_weights
 from octavo.ops.reference import ReferenceOps
 from tests import tiny
@@ -46,11 +46,11 @@ def test_sums_notice_a_changed_moved_or_missing_byte() -> None:
         data = torch.randint(
             0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)
         )
-        found = {_sums(data), _sums(data[:-1])}
+        found = {_row_and_column_sums(data), _row_and_column_sums(data[:-1])}
         for at in (0, size // 2, size - 1):
             changed = data.clone()
             changed[at] ^= 8
-            found.add(_sums(changed))
+            found.add(_row_and_column_sums(changed))
         assert len(found) == 2 + len({0, size // 2, size - 1})
     rows = torch.arange(8192, dtype=torch.int64).to(torch.uint8)
-    assert _sums(rows) != _sums(rows.flip(0)), "moved"
+    assert _row_and_column_sums(rows) != _row_and_column_sums(rows.flip(0)), "moved"

@@ -19,7 +19,7 @@ from octavo.errors import ModelError
 from octavo.model import CausalLM
 from octavo.model.base import Matrix
 from octavo.model.load import LoadOptions, load_model
-from octavo.model.tensor_parallel import divide, part_of
+from octavo.model.tensor_parallel import divide, split_range
 from octavo.ops.cpu import CpuOps
 from octavo.ops.reference import ReferenceOps
 from octavo.ops.weight import dense
@@ -266,7 +266,7 @@ def test_groups_of_quantised_weights_stay_whole() -> None:
 @pytest.mark.parametrize("total", [1, 7, 48, 300])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_parts_cover_everything_and_the_first_is_the_largest(total: int, count: int) -> None:
-    parts = [part_of(total, index, count) for index in range(count)]
+    parts = [split_range(total, index, count) for index in range(count)]
     assert [number for part in parts for number in part] == list(range(total))
     assert len(parts[0]) == max(map(len, parts)) <= min(map(len, parts)) + 1
 
