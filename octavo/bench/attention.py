@@ -1,9 +1,8 @@
-"""Measures decode attention alone: one token of each of many sequences, with plain and quantized
-KV.
+"""Measures decode attention alone, with one token of each of many sequences.
 
-Decode attention reads KV and does little else, so the unit is bytes of KV per second, compared with
-a memory copy. On a GPU it runs from a graph, so that the time of the host does not count. On a CPU
-the shapes are smaller, and the plain dtype is float16, which its kernels read.
+KV is plain or quantized. Decode attention mostly reads KV, so the unit is bytes of KV per second,
+compared with a memory copy. On a GPU it runs from a graph, so that the time of the host does not
+count. On a CPU the shapes are smaller, and plain KV is float16, which the CPU kernels read.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from octavo.core.trace import BLOCK, SyntheticTrace, TraceEntry
 BINS_PER_FACTOR = 100  # bins of the histogram of times, for each factor of e
 SHORTEST = 1e-5  # the time of the first bin, in seconds
 NUM_BINS = 2400
-MAX_PIECES = 8  # into which a run of steps is divided for the histogram
+MAX_PIECES = 8  # A run of steps is divided into at most this many pieces for the histogram.
 
 
 # ---- requests ------------------------------------------------------------------------------------
@@ -67,11 +67,9 @@ def synthetic_requests(trace: SyntheticTrace) -> Iterator[ClusterRequest]:
             num_made += 1
             prompt = trace.shared + own_prompt
             own_tokens = (prompt + output) // BLOCK * BLOCK - shared
-            segments = (
-                [(-1 - group, shared), (num_made, own_tokens)]
-                if shared
-                else [(num_made, own_tokens)]
-            )
+            segments = [(num_made, own_tokens)]
+            if shared:
+                segments.insert(0, (-1 - group, shared))
             yield ClusterRequest(arrival, prompt, output, segments)
 
 
@@ -139,8 +137,8 @@ class ClusterReport:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     crashes: int = 0
-    failed: int = 0  # they had started on a replica that crashed
-    retried: int = 0  # they had not started, and went to another replica
+    failed: int = 0  # requests that had started on a replica that crashed
+    retried: int = 0  # requests that had not started, and were sent to another replica
     transferred_tokens: int = 0
 
     def summary(self, busy_seconds: list[float]) -> dict[str, Any]:
@@ -192,7 +190,7 @@ class Cluster:
         self.router: Router = ROUTERS[options.routing](prefillers, self.random)
         self.decode_router: Router = ROUTERS["least_loaded"](decoders, self.random)
         self.link_free_at = [0.0] * options.replicas
-        # (time, number, what to do)
+        # (time, number, handler of the event)
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.num_events = 0
         self.num_open = 0

@@ -25,7 +25,7 @@ OVERLOAD_SLACK = 4.0
 
 
 class Router:
-    """Has the loads of the replicas. A subclass chooses the replica for each request."""
+    """Tracks the loads of the replicas. A subclass chooses the replica for each request."""
 
     def __init__(self, members: Iterable[int], generator: random.Random):
         self.random = generator
@@ -76,11 +76,11 @@ class LeastLoaded(Router):
     def pick(self, request: ClusterRequest) -> int:
         # The search begins at a random replica, so that equal loads are spread.
         start = self.random.randrange(len(self.loads))
-        behind = self.loads[start:]
-        before = self.loads[:start]
-        best = start + int(behind.argmin())
-        if start and before.min() < self.loads[best]:
-            best = int(before.argmin())
+        loads_from_start = self.loads[start:]
+        loads_before_start = self.loads[:start]
+        best = start + int(loads_from_start.argmin())
+        if start and loads_before_start.min() < self.loads[best]:
+            best = int(loads_before_start.argmin())
         return best
 
 
@@ -92,7 +92,8 @@ class PowerOfTwo(Router):
 class PrefixAffinity(Router):
     def __init__(self, members: Iterable[int], generator: random.Random):
         super().__init__(members, generator)
-        # key of a segment -> (replica that had it, number of its crashes then), the latest last
+        # The key of a segment -> the replicas that cached it, the latest one last. Each replica has
+        # the number of its crashes at that time: a later crash has emptied its cache.
         self.homes: OrderedDict[int, list[tuple[int, int]]] = OrderedDict()
         self.crashes = [0] * len(self.loads)
 

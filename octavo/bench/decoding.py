@@ -1,4 +1,4 @@
-"""Compares ways to choose tokens: their speed, and the texts that they give.
+"""Compares strategies for choosing tokens: their speed, and the quality of the texts.
 
     speed      tokens per second for one request and for 16 at once
     likely     mean log-probability of a token under the model without filters: higher is likelier
@@ -6,8 +6,8 @@
     distinct   share of 2-grams of all texts that are different: higher is more varied
     facts      short facts that the text states, out of FACTS
 
-A model that is greedy repeats itself, and one that samples freely errs: the table shows the price
-of each. All ways share one engine and take turns.
+Greedy decoding repeats itself, and sampling without filters makes mistakes. The table shows the
+price of each strategy. All strategies share one engine and are measured in turn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "min-p 0.1": dict(temperature=1.0, min_p=0.1),
     "repetition penalty 1.1": dict(temperature=0.0, repetition_penalty=1.1),
 }
-# The beginning of a sentence, and words one of which must follow.
+# The beginning of a sentence, and the words that are correct continuations.
 FACTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("The capital of France is", ("Paris",)),
     ("The capital of Italy is", ("Rome",)),

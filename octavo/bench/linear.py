@@ -1,8 +1,7 @@
-"""Measures the matrix products of a model one by one, in each weight format and for some row
-counts.
+"""Measures each matrix product of a model, in each weight format and for several row counts.
 
-A product is timed as a decoder runs it: replayed from a graph, each time with other weights, so
-that the weights come from memory and not from a cache.
+A product is timed as a decoder runs it: it is replayed from a graph with other weights each time,
+so that the weights come from memory and not from a cache.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def random_weight(
 
 
 def copies(make_weight: Callable[[], Any]) -> list[Any]:
-    """Return enough weights that the first has left the cache when the last was read."""
+    """Return enough weights that reading all of them evicts the first from the cache."""
     first_weight = make_weight()
     count = min(MAX_COPIES, -(-COLD_BYTES // tensor_bytes(first_weight)))
     return [first_weight, *(make_weight() for _ in range(count - 1))]

@@ -1,9 +1,9 @@
-"""Measures memory beside its plan, over time, and what paging saves.
+"""Compares memory with its plan, records memory over time, and measures the gain of paging.
 
-    planned    what octavo/memory.py computes before the model is loaded
-    measured   what the process, or the GPU, uses after each stage
-    over time  memory, KV positions that are taken and KV positions that are used, at each step
-    waste      the share of taken KV positions that hold nothing: paged beside contiguous
+    planned    the memory that octavo/memory.py computes before the model is loaded
+    measured   the memory that the process, or the GPU, uses after each stage
+    over time  memory, allocated KV positions and used KV positions, at each step
+    waste      the share of allocated KV positions that are unused, with paged and contiguous KV
 
 The workload asks for many tokens and ends after few, as chats do (ablation.py, "uncertain").
 """
@@ -72,9 +72,9 @@ class MemoryTrace:
         ]
         return statistics.mean(shares)
 
-    def thinned(self) -> list[dict[str, float]]:
-        every = max(len(self.rows) // MAX_POINTS, 1)
-        return self.rows[::every]
+    def thinned_rows(self) -> list[dict[str, float]]:
+        stride = max(len(self.rows) // MAX_POINTS, 1)
+        return self.rows[::stride]
 
 
 class MemoryBench:
@@ -85,21 +85,23 @@ class MemoryBench:
         self.run = run
 
     def measure(self) -> None:
-        first = self.load({})  # compiles kernels, and imports libraries that stay in memory
-        kind = first.device.type
-        del first
+        throwaway = self.load({})  # compiles kernels, and imports libraries that stay in memory
+        kind = throwaway.device.type
+        del throwaway
         release_memory()
-        before = used_bytes(kind)
+        bytes_before = used_bytes(kind)
         llm = self.load({})
         after_loading = used_bytes(kind)
         kv_tensor = llm.runner.kv.tensor
         kv_bytes = kv_tensor.numel() * kv_tensor.element_size()
         # On a CPU, memory of the KV pool counts when it is first written to.
-        kv_now = kv_bytes if kind == "cuda" else 0
+        resident_kv_bytes = kv_bytes if kind == "cuda" else 0
         llm.warm_up()
         after_warm_up = used_bytes(kind)
         self._add_stage(
-            "weights and tokenizer", llm.memory.weights, after_loading - before - kv_now
+            "weights and tokenizer",
+            llm.memory.weights,
+            after_loading - bytes_before - resident_kv_bytes,
         )
         self._add_stage("KV pool", llm.memory.kv, kv_bytes)
         if kind == "cuda":
@@ -130,7 +132,7 @@ class MemoryBench:
             tok_s=report.tokens_per_second,
             preemptions=llm.engine.scheduler.counters.preemptions,
             peak_bytes=max(row["bytes"] for row in trace.rows),
-            over_time=trace.thinned(),
+            over_time=trace.thinned_rows(),
         )
 
 

@@ -107,7 +107,8 @@ SHAPES = {
 def load_shape(options: EngineOptions, model: str | None) -> LLM:
     """Load a model, or random weights if `model` names a shape. None is the embedded model.
 
-    No progress is shown: each bench has a bar of its own."""
+    No progress is shown, because the benches show their own progress.
+    """
     from octavo.llm import LLM
 
     if model not in SHAPES:

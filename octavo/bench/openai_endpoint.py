@@ -28,12 +28,12 @@ class OpenAIEndpoint:
     base: str = "/v1"  # the path before /completions
     model: str | None = None
     api_key: str | None = None
-    chat: bool = False  # send chats; not every server has /completions
+    chat: bool = False  # requests are chats, because not every server has /completions
     may_stop: bool = False  # the server does not support ignore_eos
 
     @classmethod
     def parse(cls, url: str, **options: Any) -> OpenAIEndpoint:
-        """Read a URL. Without a path it means /v1. The key may also come from OCTAVO_API_KEY."""
+        """Parse a URL, whose path is /v1 by default. The key may also come from OCTAVO_API_KEY."""
         address = urlsplit(url)
         if address.scheme not in ("http", "https") or not address.hostname:
             raise InvalidRequest(
@@ -82,15 +82,15 @@ class OpenAIEndpoint:
             return self
         if len(names) != 1:
             raise OctavoError(
-                f"the server has {len(names)} models ({', '.join(names) or 'it lists none'}): say "
-                "which one to use"
+                f"the server has {len(names)} models ({', '.join(names) or 'it lists none'}): name "
+                "the one to use"
             )
         return replace(self, model=names[0])
 
     def model_names(self) -> list[str]:
-        kind = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
-        connection = kind(self.host, self.port, timeout=10)
-        where = f"{self.host}:{self.port}{self.base}/models"
+        connection_class = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
+        connection = connection_class(self.host, self.port, timeout=10)
+        address = f"{self.host}:{self.port}{self.base}/models"
         try:
             connection.request("GET", f"{self.base}/models", headers=self.headers)
             reply = connection.getresponse()
@@ -98,20 +98,20 @@ class OpenAIEndpoint:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or error
             raise OctavoError(
-                f"no server answers at {where} ({reason}): start one with `octavo serve`"
+                f"no server answers at {address} ({reason}): start one with `octavo serve`"
             ) from None
         finally:
             connection.close()
         if reply.status in (401, 403):
             raise OctavoError(
-                f"{where} refuses the API key (status {reply.status}): give --api-key, or set "
+                f"{address} refuses the API key (status {reply.status}): give --api-key, or set "
                 f"{KEY_VARIABLE}"
             )
         if reply.status == 404:  # not every server lists its models
             return []
         if reply.status != 200:
-            raise OctavoError(f"{where} answers with status {reply.status}")
+            raise OctavoError(f"{address} answers with status {reply.status}")
         try:
             return [model["id"] for model in json.loads(body)["data"]]
         except (ValueError, KeyError, TypeError):
-            raise OctavoError(f"{where} does not answer with a list of models") from None
+            raise OctavoError(f"{address} does not answer with a list of models") from None

@@ -32,7 +32,7 @@ def provenance() -> dict[str, Any]:
 def commit() -> str | None:
     """Return the commit of the source tree, or None without git.
 
-    A plus sign says that files differ from the commit.
+    A plus sign means that files differ from the commit.
     """
     root = Path(__file__).parents[2]
     try:
@@ -76,7 +76,7 @@ def cpu_name() -> str:
 
 
 def cpu_field(name: str) -> str:
-    """Return a field of the first processor, or "" if the system does not tell."""
+    """Return a field of the first processor, or "" if the system does not report it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(name):

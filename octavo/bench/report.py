@@ -72,19 +72,19 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
 def load_results(paths: Iterable[Path]) -> tuple[list[LoadedResult], dict[str, str]]:
     """Return the results that can be shown, and why others cannot."""
     loaded = []
-    left_out: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for path in find_files(paths):
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            left_out[path.name] = f"it cannot be read: {error}"
+            skipped[path.name] = f"it cannot be read: {error}"
             continue
         name = result.get("bench") if isinstance(result, dict) else None
         if name in VIEWS:
             loaded.append(LoadedResult(path, result))
         else:
-            left_out[path.name] = f"there is no view of the bench {name!r}"
-    return loaded, left_out
+            skipped[path.name] = f"there is no view of the bench {name!r}"
+    return loaded, skipped
 
 
 def as_html(text: str) -> str:
@@ -129,12 +129,12 @@ def section_html(loaded: LoadedResult, anchor: str) -> str:
 def title_of(loaded: LoadedResult) -> str:
     result = loaded.result
     machine = result["provenance"]["machine"]
-    where = machine.get("gpu") or machine["cpu"]
+    hardware = machine.get("gpu") or machine["cpu"]
     model = result.get("model") or "the embedded model"
-    return f"{result['bench']}: {model} on {where}"
+    return f"{result['bench']}: {model} on {hardware}"
 
 
-def page_html(results: list[LoadedResult], left_out: dict[str, str]) -> str:
+def page_html(results: list[LoadedResult], skipped: dict[str, str]) -> str:
     index = "\n".join(
         f'<li><a href="#r{number}">{escape(title_of(loaded))}</a></li>'
         for number, loaded in enumerate(results)
@@ -143,16 +143,16 @@ def page_html(results: list[LoadedResult], left_out: dict[str, str]) -> str:
     # Every chart has the same style sheet; the page needs it once.
     text = "\n".join(sections)
     text = CHART_STYLE + text.replace(CHART_STYLE, "")
-    for name, reason in left_out.items():
+    for name, reason in skipped.items():
         text += f'\n<p class="source">Left out: {escape(name)}: {escape(reason)}</p>'
     return PAGE.format(index=index, sections=text)
 
 
 def write_report(paths: Iterable[Path], target: Path) -> tuple[int, dict[str, str]]:
     """Write the page. Returns how many results it has, and why others are left out."""
-    results, left_out = load_results(paths)
+    results, skipped = load_results(paths)
     if not results:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         raise InvalidRequest(f"no result can be shown ({reasons or 'no files'})", "results")
-    target.write_text(page_html(results, left_out), encoding="utf-8")
-    return len(results), left_out
+    target.write_text(page_html(results, skipped), encoding="utf-8")
+    return len(results), skipped

@@ -1,9 +1,9 @@
-"""The result of one run of a bench, which is kept safe while it grows.
+"""The result of one run of a bench, which is saved after each row.
 
-A result is a dictionary: the name of the bench, facts about the run, the rows that were measured,
-what was left out, and where it was measured (provenance.py). `partial` is true until the bench has
-finished, and stays true if something was left out. The file is written again after each row, so an
-interrupt, a crash or a signal costs at most the row that was being measured.
+A result is a dictionary: the name of the bench, facts about the run, the measured rows, the skipped
+parts with their reasons, and the origin (provenance.py). `partial` is true until the bench has
+finished, and stays true if a part was skipped. The file is written again after each row, so an
+interrupt, a crash or a signal loses at most one row.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class BenchRun:
         self.save()
 
     def set_fact(self, **facts: Any) -> None:
-        """Record something that all rows have in common."""
+        """Record facts that all rows have in common."""
         self.result |= facts
 
     def skip(self, name: str, reason: str) -> None:
-        """Record something that was to be measured and could not be."""
+        """Record a part of the run that could not be measured, with the reason."""
         self.result["skipped"][name] = reason
         self.save()
 
@@ -57,7 +57,7 @@ class BenchRun:
         self.save()
 
     def save(self) -> None:
-        """Write the file in one step, so that a reader never sees half of it."""
+        """Write the file atomically, so that a reader never sees an incomplete file."""
         if self.path is None:
             return
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")

@@ -47,7 +47,7 @@ def read_recording(path: Path) -> tuple[list[TraceEntry], list[dict[str, Any]]]:
             elif line.strip():
                 requests.append(parse_line(line))
         except (ValueError, TypeError, AttributeError) as error:
-            if number > text.count("\n"):  # a server that was killed leaves half a line
+            if number > text.count("\n"):  # A server that was killed leaves an incomplete line.
                 break
             raise InvalidRequest(
                 f"{path}, line {number} was not written by --record-trace ({error})", "trace"
@@ -107,7 +107,8 @@ class Tracks:
         interval: tuple[float, float],
         args: dict[str, Any],
     ) -> None:
-        """Add a slice. It begins where the one before it ends, if that is later."""
+        """Add a slice. If the previous slice of the track ends later than the interval starts, the
+        slice begins at the end of the previous one."""
         start = max(interval[0], self.ends.get(track, -math.inf))
         end = max(interval[1], start)
         self.ends[track] = end

@@ -2,10 +2,10 @@
 
     python -m octavo.bench.what_if '{"policy": "shortest"}' < events.jsonl
 
-reads a recording of --record-events. It simulates its requests twice, under the recorded settings
-and under the given ones, and prints JSON with the event streams of both simulations. The scheduler
-is the real one, and the time of each step comes from a cost model that is fitted to the steps of
-the recording. The simulation of the recorded settings shows how well that works.
+reads a recording of --record-events. It simulates the recorded requests twice, under the recorded
+settings and under the changed ones, and prints JSON with the event streams of both simulations. The
+scheduler is the real one, and the time of each step comes from a cost model that is fitted to the
+steps of the recording. The simulation of the recorded settings shows how accurate the model is.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class RecordedRun:
     """The requests of a recording and the times of its steps."""
 
     def __init__(self, lines: Iterable[bytes], engine: str = ""):
-        """Read the requests of one engine process, by its name in the snapshots: without a name,
-        the last one."""
+        """Read the requests of the engine process with this name in the snapshots. Without a name,
+        read those of the last engine process."""
         self.lines: list[bytes] = []  # lines of this engine process
         self.about: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
@@ -106,7 +106,7 @@ class RecordedRun:
         if not self.about:
             raise InvalidRequest("the recording has no snapshot: record it again", "recording")
 
-    # ---- the lines that matter -------------------------------------------------------------------
+    # ---- handlers of events ----------------------------------------------------------------------
 
     def _on_snapshot(self, event: dict[str, Any]) -> None:
         """Begin with the sequences of an engine. A later engine process replaces an earlier one."""
@@ -189,28 +189,30 @@ class RecordedRun:
                 self.requests[seq].generated += tokens
 
     def _on_committed(self, event: dict[str, Any]) -> None:
-        begun_at = max(event["started"], self._landed_at)
+        started_at = max(event["started"], self._landed_at)
         self._landed_at = event["landed"]
         planned = self._in_flight.pop(event["of"], None)
         if planned is not None:
-            seconds = max(event["landed"] - begun_at, 1) / 1e6
+            seconds = max(event["landed"] - started_at, 1) / 1e6
             self.steps.append(MeasuredStep(planned.features, seconds))
 
     # ---- results ---------------------------------------------------------------------------------
 
     def trace(self) -> list[TraceEntry]:
-        """Return the requests in order of arrival, the first at 0. A request that has not ended in
-        the recording is as long as the others are on average."""
-        known = [request.generated for request in self.requests.values() if request.generated]
-        if not known:
+        """Return the requests in order of arrival, the first at 0. A request without generated
+        tokens gets the mean output length of the others."""
+        generated_counts = [
+            request.generated for request in self.requests.values() if request.generated
+        ]
+        if not generated_counts:
             raise InvalidRequest("no request of the recording has a token", "recording")
-        usual = round(statistics.mean(known))
+        mean_output = round(statistics.mean(generated_counts))
         start = min(request.arrival for request in self.requests.values())
         entries = [
             TraceEntry(
                 arrival=request.arrival - start,
                 prompt=request.prompt,
-                output=request.generated or usual,
+                output=request.generated or mean_output,
                 blocks=self._trace_blocks(request),
                 priority=request.priority,
                 tenant=request.tenant,
@@ -221,7 +223,8 @@ class RecordedRun:
         return sorted(entries, key=lambda entry: entry.arrival)
 
     def _trace_blocks(self, request: RecordedRequest) -> list[int]:
-        """Return a number for each BLOCK tokens, equal where the tokens are equal up to there."""
+        """Return a number for each BLOCK tokens. Equal numbers mean that these tokens and all
+        tokens before them are equal."""
         size = self.about["block_size"]
         num_known = 0
         while num_known in request.contents:

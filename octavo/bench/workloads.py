@@ -1,8 +1,8 @@
-"""The workloads that systems are compared with, as token ids.
+"""The workloads for comparisons between systems, as token ids.
 
-The speed does not depend on the ids, and works with random weights.
+The speed does not depend on the ids or on the weights, so the weights may be random.
 
-    offline        256 requests with 100 to 1024 tokens in and out, uniform: that of nano-vllm
+    offline        256 requests with 100 to 1024 tokens in and out, uniform, as in nano-vllm
     single         one request, 128 tokens in, 256 out
     four           four short prompts, 32 tokens out: the gain of batching
     decode         256 requests, 16 tokens in, 512 out
@@ -10,7 +10,7 @@ The speed does not depend on the ids, and works with random weights.
     prefill        64 requests, 2,000 tokens in, 1 out; counted in prompt tokens
     long_prompts   32 requests, 3,800 tokens in, 250 out
     long_context   8 requests, 30,000 tokens in, 256 out
-    batch16        16 requests, 200 tokens in, 256 out; batch32 and batch64 have 32 and 64 of them
+    batch16        16 requests, 200 tokens in, 256 out; batch32 and batch64 have 32 and 64 requests
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Work(NamedTuple):
     read_bytes: float
 
     def seconds(self, machine: HardwareRates) -> float:
-        """Return the shortest time in which the hardware can do it."""
+        """Return the shortest time in which the hardware can do this work."""
         return self.flops / machine.flops_per_second + self.read_bytes / machine.bytes_per_second
 
 
