@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from octavo.serve.front.loop_watchdog import VERY_LATE, LoopWatchdog
+from octavo.serve.front.loop_watchdog import WARNING_SECONDS, LoopWatchdog
 from octavo.serve.front.metrics import Metrics
 
 
 def blocked(clients: int) -> LoopWatchdog:
     found = LoopWatchdog(lambda: clients)
-    found.last_tick -= VERY_LATE + 1
+    found.last_tick -= WARNING_SECONDS + 1
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from octavo.serve.channel.messages import Heartbeat
-from octavo.serve.front.metrics import OLD_NAMES, PER_TOKEN, Metrics, Tally
+from octavo.serve.front.metrics import OLD_NAMES, PER_TOKEN, Metrics, UnlockedHistogram
 
 
 def lines(registry: CollectorRegistry) -> list[str]:
@@ -20,7 +20,7 @@ def lines(registry: CollectorRegistry) -> list[str]:
 
 def test_a_tally_shows_what_the_librarys_histogram_shows() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tally = Tally("octavo:x_seconds", "Seconds.", PER_TOKEN, {"model_name": "m"})
+    tally = UnlockedHistogram("octavo:x_seconds", "Seconds.", PER_TOKEN, {"model_name": "m"})
     ours.register(tally)
     histogram = Histogram(
         "octavo:x_seconds", "Seconds.", ["model_name"], registry=theirs, buckets=PER_TOKEN

@@ -19,7 +19,7 @@ from octavo.params import StructuredOutputs
 from octavo.serve.api.api_errors import ApiError
 from octavo.serve.channel.jobs import Compile
 from octavo.serve.front import trials as module
-from octavo.serve.front.trials import QUARANTINE, Trials
+from octavo.serve.front.trials import QUARANTINE_SECONDS, Trials
 from tests.attacks import structures
 from tests.serve.running import Running, check_error, events, server
 
@@ -75,7 +75,7 @@ def test_a_spec_that_passed_is_not_tried_again() -> None:
         assert not trials.passed(GOOD, None)
         await asyncio.gather(*(trials.run(GOOD, None) for _ in range(5)))
         assert pool.jobs == [("good", False, 2.5)], "those that came at once shared a trial"
-        clock.now = 10 * QUARANTINE
+        clock.now = 10 * QUARANTINE_SECONDS
         assert trials.passed(StructuredOutputs(regex="good"), None)
         assert not trials.passed(StructuredOutputs(grammar="good"), None), "of another kind"
 
@@ -100,11 +100,11 @@ def test_a_spec_that_failed_is_quarantined(text: str, code: str, says: str) -> N
         error = await refusal(trials, text)
         assert (error.status, error.code, error.param) == (400, code, "guided_regex")
         assert says in error.message
-        clock.now = QUARANTINE - 1
+        clock.now = QUARANTINE_SECONDS - 1
         with pytest.raises(ApiError, match=says) as caught:
             trials.passed(StructuredOutputs(regex=text), "another field")
         assert caught.value.param == "another field" and len(pool.jobs) == 1
-        clock.now = QUARANTINE
+        clock.now = QUARANTINE_SECONDS
         assert not trials.passed(StructuredOutputs(regex=text), None), "it may be tried again"
 
     with_trials(test)
@@ -147,7 +147,7 @@ def test_who_leaves_does_not_end_the_trial_of_others() -> None:
 def test_long_specs_are_heavy_jobs_and_few_verdicts_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "REMEMBERED", 2)
+    monkeypatch.setattr(module, "MAX_VERDICTS", 2)
 
     async def test(trials: Trials, pool: Pool, clock: Clock) -> None:
         specs = [StructuredOutputs(regex=text) for text in ("a", "b", "x" * 20_000)]

@@ -43,7 +43,7 @@ async def create(exchange: Exchange) -> None:
         if body.background:
             call = open_call(front, caller, prepared, stream=False)
             store.begin(response["id"], caller.owner, response)
-            store.keep(asyncio.create_task(run_in_background(front, call, writer)))
+            store.keep_task(asyncio.create_task(run_in_background(front, call, writer)))
             return await exchange.reply(response, prepared.headers)
         store.begin(response["id"], caller.owner, response)
         try:

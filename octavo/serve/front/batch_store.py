@@ -1,7 +1,7 @@
 """Stores batches beside the files of the server, so that a restarted server continues them.
 
-A batch has a record, and two files of lines that grow while it runs: replies and errors. The lines
-that are done are found again in these two.
+A batch has a record, and two files that grow while it runs: one has a line for each reply, and the
+other a line for each error. A restarted server reads from them which requests are done.
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ class StoredBatch(msgspec.Struct):
         return self.status in OPEN
 
     def describe(self) -> dict[str, object]:
-        """Return what clients see."""
+        """Return the batch object that clients receive."""
         hidden = ("owner", "total", "completed", "failed")
-        found = {name: getattr(self, name) for name in self.__struct_fields__ if name not in hidden}
+        fields = {
+            name: getattr(self, name) for name in self.__struct_fields__ if name not in hidden
+        }
         counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
-        return {"object": "batch", **found, "request_counts": counts}
+        return {"object": "batch", **fields, "request_counts": counts}
 
     def move(self, status: str) -> None:
-        """Change the status, and remember when."""
+        """Change the status, and record the time of the change."""
         self.status = status
         name = f"{status}_at"
         if name in self.__struct_fields__:
@@ -102,17 +104,17 @@ class BatchStore:
 
     def owned(self, owner: str) -> list[StoredBatch]:
         """Return the batches of an owner, the newest first."""
-        found = [batch for batch in self.batches.values() if batch.owner == owner]
-        return sorted(found, key=lambda batch: (batch.created_at, batch.id), reverse=True)
+        batches = [batch for batch in self.batches.values() if batch.owner == owner]
+        return sorted(batches, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
     def lines_path(self, batch: StoredBatch, kind: str) -> Path:
         """Return the file that collects the "output" or the "error" lines."""
         return self.files.directory / f"{batch.id}.{kind}"
 
-    def drop_old(self, most: int) -> None:
-        """Forget the oldest batches that have ended, so that `most` are left."""
+    def drop_old(self, limit: int) -> None:
+        """Remove the oldest batches that have ended, until at most `limit` batches remain."""
         ended = [batch for batch in self.batches.values() if not batch.is_open]
         ended.sort(key=lambda batch: batch.created_at)
-        for batch in ended[: max(len(self.batches) - most, 0)]:
+        for batch in ended[: max(len(self.batches) - limit, 0)]:
             del self.batches[batch.id]
             (self.files.directory / f"{batch.id}.json").unlink(missing_ok=True)

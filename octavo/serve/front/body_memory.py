@@ -13,7 +13,7 @@ from octavo.serve.api.api_errors import ApiError
 from octavo.serve.front.keys import network
 from octavo.serve.limits import Limits
 
-SMALL = 64 * 2**10  # bytes
+SMALL = 64 * 2**10  # Input of at most this many bytes is not counted.
 
 
 class BodyMemory:

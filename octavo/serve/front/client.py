@@ -68,17 +68,18 @@ GC_THRESHOLD = 20_000
 # reply.
 OUTPUTS_PER_TURN = 8
 FINISHED_PER_TURN = 2
-# The number of finished calls that are remembered, to distinguish them from unknown calls.
+# The ids of this many finished calls are remembered, to distinguish them from unknown ids.
 REMEMBERED_CALLS = 1024
 
-# Errors with these statuses concern a key, a route or a host name, and not a request to the model.
-NOT_REQUESTS = frozenset({401, 403, 404, 405, 421})
-NO_ROOM = frozenset({429, 503})
-# The messages of these errors have numbers, and nothing else of the request.
-ONLY_NUMBERS = frozenset({"context_length_exceeded", "kv_capacity_exceeded", "deadline_exceeded"})
-MAX_REASON = 400  # characters of a message that the event stream shows
+# Errors with these statuses concern a key, a route or a host name. They are unrelated to a request
+# that the model could have run.
+UNRELATED_STATUSES = frozenset({401, 403, 404, 405, 421})
+OVERLOAD_STATUSES = frozenset({429, 503})
+# The messages of these errors contain numbers, and no text of the request.
+NUMERIC_ERRORS = frozenset({"context_length_exceeded", "kv_capacity_exceeded", "deadline_exceeded"})
+MAX_REASON_CHARACTERS = 400  # The event stream shows this part of an error's message.
 
-Piece = tuple[int, CompletionOutput]  # (index of the prompt, its new text)
+Piece = tuple[int, CompletionOutput]  # The index of the prompt, and its new text.
 
 
 class OpenRequest(NamedTuple):
@@ -134,7 +135,8 @@ class Call:
         self.arrival = self.requests[0].arrival
         self.timer: asyncio.TimerHandle | None = None
         self.sent = False  # True means that the requests were sent to the engine.
-        self.trial: asyncio.Task[None] | None = None  # The trial compilation of its spec.
+        # The trial compilation of the call's structured output.
+        self.trial: asyncio.Task[None] | None = None
         self.stream = stream
         self.spans: CallSpans | None = None  # None means that the call is not traced.
         if parent_span is not None and parent_span.is_recording:
@@ -268,7 +270,7 @@ class Call:
         return output.index if stopped else None
 
     def _engine_error(self, output: Output) -> ApiError:
-        """Return the error for a client whose request the engine has ended."""
+        """Return the client's error for a request that the engine has ended with an error."""
         if output.code == DeviceOutOfMemory.code:
             return api_errors.out_of_memory()
         if output.code is None or output.error is None:
@@ -360,7 +362,7 @@ class EngineClient:
         `parent_span` is the span of its HTTP request or gRPC call.
         """
         requests = prepared.requests
-        self._check_room(requests, key)
+        self._check_queue(requests, key)
         spec = requests[0].params.structured_outputs
         needs_trial = False
         if spec is not None and self.trials is not None:
@@ -394,7 +396,7 @@ class EngineClient:
         running = len(self.open_requests) - len(self.queue_bound.waiting)
         return max(model.max_num_seqs - running, 0)
 
-    def _check_room(self, requests: list[Request], key: Key | None) -> None:
+    def _check_queue(self, requests: list[Request], key: Key | None) -> None:
         """Raise ApiError if the requests may not be sent now."""
         self.queue_bound.check(
             requests=len(requests),
@@ -443,7 +445,7 @@ class EngineClient:
             async with asyncio.timeout(max(call.arrival + total - time.monotonic(), 0)):
                 await self.trials.run(spec, call.structure_field)
             if call.error is None:
-                self._check_room(call.requests, call.key)
+                self._check_queue(call.requests, call.key)
                 self._send(call, timeout)
         except TimeoutError:
             call.fail(api_errors.deadline_exceeded(total))
@@ -512,16 +514,16 @@ class EngineClient:
     def refuse(self, request_id: str, error: ApiError) -> None:
         """Count a request that was refused, and report it to the event stream.
 
-        The message of an error may quote the request. It is shown if the server shows texts, and if
-        it is known to quote nothing.
+        The message of an error may quote the request. The event stream shows the message only if
+        the server shows texts, or if the message is known to quote nothing.
         """
         self.metrics.rejections.labels(error.code or error.type).inc()
         is_recorded = self.config.engine.record_events is not None
-        if (self.reports_refusals or is_recorded) and error.status not in NOT_REQUESTS:
+        if (self.reports_refusals or is_recorded) and error.status not in UNRELATED_STATUSES:
             reason = f"{error.status} {error.code or error.type}"
-            quotes_nothing = error.status in NO_ROOM or error.code in ONLY_NUMBERS
+            quotes_nothing = error.status in OVERLOAD_STATUSES or error.code in NUMERIC_ERRORS
             if quotes_nothing or self.config.engine.show_text:
-                reason += f": {error.message[:MAX_REASON]}"
+                reason += f": {error.message[:MAX_REASON_CHARACTERS]}"
             elif error.param:
                 reason += f" ({error.param})"
             self.supervisor.send(ReportRefusal(request_id, reason))

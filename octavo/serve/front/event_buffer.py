@@ -1,8 +1,8 @@
-"""The latest lines of the event stream, for live pages. Its size is bounded.
+"""Buffers the latest lines of the event stream for live pages. The size of the buffer is bounded.
 
-The lines are kept in segments, and each segment begins with a snapshot. When there is too much, the
-oldest segment goes. A page reads from the oldest segment on, so that a page that was opened late
-shows what an earlier one shows. A page that is too slow continues at a later segment.
+The lines are stored in segments, and each segment begins with a snapshot. The oldest segment is
+dropped when the buffer is full. A page reads from the oldest segment on, so that a page that was
+opened late shows the same as an earlier one. A page that is too slow continues at a later segment.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import deque
 from dataclasses import dataclass, field
 
 MAX_BYTES = 16 * 2**20
-MAX_MESSAGE = 2**20  # bytes that are sent at once
+MAX_READ_BYTES = 2**20  # A page gets about this many bytes at a time.
 
 
 @dataclass
 class Segment:
     number: int
-    parts: list[bytes] = field(default_factory=list)
+    chunks: list[bytes] = field(default_factory=list)
     size: int = 0
 
 
@@ -35,9 +35,9 @@ class EventBuffer:
             self.segments.append(Segment(self._next_number))
             self._next_number += 1
         if not self.segments:
-            return  # Only a snapshot can be read without what came before it.
+            return  # A page cannot read these lines without the snapshot before them.
         segment = self.segments[-1]
-        segment.parts.append(lines)
+        segment.chunks.append(lines)
         segment.size += len(lines)
         self.size += len(lines)
         while self.size > self.max_bytes and len(self.segments) > 1:
@@ -46,8 +46,8 @@ class EventBuffer:
         self._changed = asyncio.Event()
 
     def lines(self) -> bytes:
-        """Return all lines that are kept. The first one is a snapshot."""
-        return b"".join(part for segment in self.segments for part in segment.parts)
+        """Return all lines of the buffer. The first one is a snapshot."""
+        return b"".join(chunk for segment in self.segments for chunk in segment.chunks)
 
     def clear(self) -> None:
         self.segments.clear()
@@ -59,30 +59,30 @@ class EventBuffer:
 
 
 class EventReader:
-    """The place of one page in the buffer."""
+    """The position of one live page in the buffer."""
 
     def __init__(self, buffer: EventBuffer):
         self.buffer = buffer
-        self.segment = 0
-        self.part = 0
+        self.segment_number = 0
+        self.next_chunk = 0
 
     async def read(self) -> bytes:
-        """Return the next lines. Waits until there are some."""
-        while not (lines := self._take()):
+        """Return the next lines. Waits until lines are added if the page has read all of them."""
+        while not (lines := self._next_lines()):
             await self.buffer.wait()
         return lines
 
-    def _take(self) -> bytes:
-        parts: list[bytes] = []
+    def _next_lines(self) -> bytes:
+        chunks: list[bytes] = []
         size = 0
         for segment in self.buffer.segments:
-            if segment.number < self.segment:
+            if segment.number < self.segment_number:
                 continue
-            if segment.number > self.segment:
-                self.segment = segment.number
-                self.part = 0
-            while self.part < len(segment.parts) and size < MAX_MESSAGE:
-                parts.append(segment.parts[self.part])
-                size += len(parts[-1])
-                self.part += 1
-        return b"".join(parts)
+            if segment.number > self.segment_number:
+                self.segment_number = segment.number
+                self.next_chunk = 0
+            while self.next_chunk < len(segment.chunks) and size < MAX_READ_BYTES:
+                chunks.append(segment.chunks[self.next_chunk])
+                size += len(chunks[-1])
+                self.next_chunk += 1
+        return b"".join(chunks)

@@ -1,8 +1,8 @@
 """Stores uploaded files and the output of batches in a directory, within a limit.
 
-A file has two parts: its content and a record with its name, purpose and owner. Without a directory
-of its own, the store uses a temporary one, which is removed at the end. Calls may block on the
-disk, so the event loop calls them in threads.
+A file has two parts: its content and a record with its name, purpose and owner. If no directory is
+given, the store uses a temporary one and removes it at the end. Calls may block on the disk, so the
+event loop calls them in threads.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class StoredFile(msgspec.Struct):
     created_at: int
 
     def describe(self) -> dict[str, object]:
-        """Return what clients see."""
-        found = {name: getattr(self, name) for name in self.__struct_fields__ if name != "owner"}
-        return {"object": "file", **found, "status": "processed", "expires_at": None}
+        """Return the file object that clients receive."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "owner"}
+        return {"object": "file", **fields, "status": "processed", "expires_at": None}
 
 
 class FileStore:
@@ -43,7 +43,7 @@ class FileStore:
         self._limits = limits
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self.files: dict[str, StoredFile] = {}
-        self.is_kept = directory is not None  # The files survive the server.
+        self.is_kept = directory is not None  # True means that the files outlive the server.
         if directory is None:
             return
         self._directory = Path(directory).expanduser()
@@ -56,7 +56,7 @@ class FileStore:
 
     @property
     def directory(self) -> Path:
-        """The directory, which is made when it is first needed if it is a temporary one."""
+        """The directory of the files. A temporary directory is made when it is first needed."""
         if not self.is_kept and self._temporary is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="octavo-files-")
             self._directory = Path(self._temporary.name)
@@ -71,13 +71,13 @@ class FileStore:
         return sum(record.bytes for record in self.files.values())
 
     def check_room(self, num_bytes: int) -> None:
-        """Raise ApiError if the store cannot take so many more bytes."""
-        most = self._limits.file_bytes
-        if self.used_bytes + num_bytes > most:
+        """Raise ApiError if the store has no room for `num_bytes` more bytes."""
+        limit = self._limits.file_bytes
+        if self.used_bytes + num_bytes > limit:
             raise ApiError(
                 413,
-                f"the server stores at most {most} bytes of files, and {self.used_bytes} are used: "
-                "delete files that you no longer need",
+                f"the server stores at most {limit} bytes of files, and {self.used_bytes} are "
+                "used: delete files that you no longer need",
                 "file_storage_full",
             )
 
@@ -107,10 +107,10 @@ class FileStore:
 
     def owned(self, owner: str, purpose: str | None = None) -> list[StoredFile]:
         """Return the files of an owner, the newest first."""
-        found = [record for record in self.files.values() if record.owner == owner]
+        records = [record for record in self.files.values() if record.owner == owner]
         if purpose is not None:
-            found = [record for record in found if record.purpose == purpose]
-        return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
+            records = [record for record in records if record.purpose == purpose]
+        return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
 
     def delete(self, id: str, owner: str) -> None:
         self.find(id, owner)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from octavo.serve.front.metrics import Metrics
 
 log = logging.getLogger(__name__)
-INTERVAL = 0.1  # seconds
-VERY_LATE = 1.0  # seconds
-RECENT = 20  # The lag metric is the maximum over this many intervals, which are two seconds.
+INTERVAL_SECONDS = 0.1  # The periodic task runs at this interval.
+WARNING_SECONDS = 1.0  # A longer delay of the periodic task is logged.
+RECENT_INTERVALS = 20  # The lag metric is the longest delay in this many intervals (two seconds).
 
 
 class LoopWatchdog:
@@ -37,33 +37,34 @@ class LoopWatchdog:
         self._loop_thread = 0
 
     @property
-    def late(self) -> float:
+    def lateness(self) -> float:
         """Return the seconds by which the event loop is late."""
-        return max(time.monotonic() - self.last_tick - INTERVAL, 0.0)
+        return max(time.monotonic() - self.last_tick - INTERVAL_SECONDS, 0.0)
 
     async def run(self, metrics: Metrics) -> None:
         self._loop_thread = threading.get_ident()
         self.last_tick = time.monotonic()
         threading.Thread(target=self._watch, daemon=True, name="loop watchdog").start()
-        recent: list[float] = []
+        recent_lags: list[float] = []
         try:
             while True:
                 before = time.monotonic()
-                await asyncio.sleep(INTERVAL)
+                await asyncio.sleep(INTERVAL_SECONDS)
                 self.last_tick = time.monotonic()
-                recent = [*recent[1 - RECENT :], max(self.last_tick - before - INTERVAL, 0.0)]
-                metrics.lag.set(max(recent))
+                lag = max(self.last_tick - before - INTERVAL_SECONDS, 0.0)
+                recent_lags = [*recent_lags[1 - RECENT_INTERVALS :], lag]
+                metrics.lag.set(max(recent_lags))
         finally:
             self._stopped.set()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(INTERVAL * 2):
+        while not self._stopped.wait(INTERVAL_SECONDS * 2):
             self.check()
 
     def check(self) -> None:
         """Log a warning, once for each time that the loop is blocked."""
-        late = self.late
-        if late <= VERY_LATE or self._logged_tick == self.last_tick:
+        lateness = self.lateness
+        if lateness <= WARNING_SECONDS or self._logged_tick == self.last_tick:
             return
         self._logged_tick = self.last_tick
         clients = self.clients()
@@ -71,7 +72,7 @@ class LoopWatchdog:
             logging.WARNING if clients else logging.INFO,
             "the event loop has been blocked for %.1f s while %d connections were open "
             "(--log-level info shows where)",
-            late,
+            lateness,
             clients,
         )
         log.info("the threads of the server while the event loop is blocked:\n%s", self._stacks())
@@ -85,8 +86,8 @@ class LoopWatchdog:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
         frames.pop(threading.get_ident(), None)
-        parts: list[str] = []
+        stacks: list[str] = []
         for thread in sorted(frames, key=lambda ident: ident != self._loop_thread):
             name = "event loop" if thread == self._loop_thread else names.get(thread, "unknown")
-            parts.append(f"thread {name}:\n" + "".join(traceback.format_stack(frames[thread])))
-        return "\n".join(parts)
+            stacks.append(f"thread {name}:\n" + "".join(traceback.format_stack(frames[thread])))
+        return "\n".join(stacks)

@@ -1,4 +1,4 @@
-"""The metrics that Prometheus reads at /metrics.
+"""Defines and updates the metrics that Prometheus reads at /metrics.
 
 The names and labels are those of vLLM, with the prefix `octavo` or, by --metrics-prefix, `vllm`.
 With `vllm`, metrics that vLLM has renamed also have their old names, which some routers read.
@@ -100,7 +100,7 @@ TIERS = {
     "refused": "Lookups that did not load offloaded KV because computing it seemed faster.",
 }
 
-# The names that these metrics had in vLLM up to version 0.11 -> the names that they have now.
+# The names of metrics in vLLM up to version 0.11 -> the names of the same metrics today.
 OLD_NAMES = {
     "gpu_cache_usage_perc": "kv_cache_usage_perc",
     "gpu_prefix_cache_queries": "prefix_cache_queries",
@@ -114,7 +114,7 @@ SLEEP_STATES = {"awake": 0, "weights_offloaded": 1, "discard_all": 2}
 Values = dict[str, tuple[float, str]]  # name -> (value, help text)
 
 
-class Tally(Source):
+class UnlockedHistogram(Source):
     """A histogram that is updated for every token.
 
     It has no locks. An update of the library's histogram takes ten times as long.
@@ -126,7 +126,7 @@ class Tally(Source):
         self.bounds = buckets
         self.counts = [0] * (len(buckets) + 1)
         self.sum = 0.0
-        self.names = [name]  # the names under which the histogram is shown
+        self.names = [name]  # The names under which Prometheus sees the histogram.
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
@@ -144,7 +144,7 @@ class Tally(Source):
             yield family
 
 
-class Sum(Source):
+class UnlockedCounter(Source):
     """A counter without locks, which is updated as often as a Tally."""
 
     def __init__(self, name: str, text: str, labels: dict[str, str]):
@@ -427,7 +427,7 @@ class Metrics:
         self.prefix = prefix
         self.model = model
         # request id -> index of the sequence -> time of its latest token
-        self._last_token: dict[str, dict[int, float]] = {}
+        self._last_token_times: dict[str, dict[int, float]] = {}
         self._start_times: dict[str, float] = {}
         self.source = EngineSource(prefix, model)
         self.registry.register(self.source)
@@ -437,16 +437,16 @@ class Metrics:
         self._add_server_metrics()
         self._add_classic_metrics()
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Tally:
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> UnlockedHistogram:
         labels = {"model_name": self.model}
-        histogram = Tally(f"{self.prefix}:{name}", text, buckets, labels)
+        histogram = UnlockedHistogram(f"{self.prefix}:{name}", text, buckets, labels)
         if self.prefix == "vllm":
             histogram.names += [f"vllm:{old}" for old, new in OLD_NAMES.items() if new == name]
         self.registry.register(histogram)
         return histogram
 
-    def _counter(self, name: str, text: str, labels: dict[str, str]) -> Sum:
-        counter = Sum(name, text, labels)
+    def _counter(self, name: str, text: str, labels: dict[str, str]) -> UnlockedCounter:
+        counter = UnlockedCounter(name, text, labels)
         self.registry.register(counter)
         return counter
 
@@ -588,7 +588,7 @@ class Metrics:
             "inference_requests", "Requests that have finished.", {}
         )
         self.classic_tokens = self._counter("inference_tokens_generated", "Tokens generated.", {})
-        self.classic_latency = Tally(
+        self.classic_latency = UnlockedHistogram(
             "inference_request_latency_seconds",
             "Time from arrival to the end of the reply, in seconds.",
             CLASSIC,
@@ -624,9 +624,9 @@ class Metrics:
         """Record an output. Call this before the collector receives the output."""
         request_id = output.request_id
         count = len(output.tokens)
-        last_times = self._last_token.get(request_id)
+        last_times = self._last_token_times.get(request_id)
         if last_times is None:
-            last_times = self._last_token[request_id] = {}
+            last_times = self._last_token_times[request_id] = {}
         if not last_times and count:
             self.ttft.observe(now - collector.request.arrival)
             self.prefill_time.observe(now - self._start_times.get(request_id, now))
@@ -653,7 +653,7 @@ class Metrics:
         for collector in call.collectors:
             request_id = collector.request.id
             times = collector.metrics
-            self._last_token.pop(request_id, None)
+            self._last_token_times.pop(request_id, None)
             start_time = self._start_times.pop(request_id, None)
             if refused:
                 continue

@@ -23,7 +23,7 @@ from octavo.types import Request
 
 QUARANTINE_SECONDS = 600.0
 MAX_RECORDS = 4096
-QUARANTINED = 1 << 30  # the count of failures of a quarantined request
+QUARANTINED = 1 << 30  # A quarantined request has this number of failures.
 
 
 def fingerprint(request: Request) -> bytes:

@@ -1,4 +1,4 @@
-"""Limits what waiting requests cost: their memory, and the time that the last one waits.
+"""Limits the cost of waiting requests: their memory, and the time that the last of them waits.
 
 A request above a limit displaces a waiting request whose key has a lower priority, if there is one.
 Otherwise it is refused at once, with the time after which the client should retry. A number of
@@ -31,10 +31,10 @@ TOKEN_BYTES = 96
 
 
 class QueueLimits(NamedTuple):
-    memory: int  # bytes, as the constants above estimate them
-    seconds: float  # the expected waiting time of a new request
+    memory: int  # The bytes that the constants above estimate for the queue.
+    seconds: float  # The expected waiting time of a new request.
     requests: int | None = None
-    tokens: int | None = None  # in the prompts of the requests
+    tokens: int | None = None  # The tokens of the requests' prompts.
 
 
 class Waiting(Protocol):
@@ -52,24 +52,24 @@ class QueueBound:
         self.waiting: dict[str, tuple[Waiting, int]] = {}
         self.tokens = 0
         # While requests wait, the time at which the last one was admitted or the first one arrived.
-        self._since = 0.0
+        self._measured_at = 0.0
         # The time during which requests waited, and how many were admitted in it. Both decay.
-        self._seconds = 0.0
-        self._admitted = 0.0
+        self._measured_seconds = 0.0
+        self._measured_admissions = 0.0
         # The times at which refused clients should retry, in approximately ascending order.
         self._retry_times: deque[float] = deque()
 
     def check(self, requests: int, tokens: int, key_priority: int = 0, free: int = 0) -> None:
-        """Raise queue_full if there is no room for these requests.
+        """Raise queue_full if the queue has no room for these requests.
 
         Waiting requests of lower key priority are refused first to make room. `free` is the number
         of requests that the engine can admit at once.
         """
         while (excess := self._excess(requests, tokens, free)) is not None:
-            displaced = self._latest_below(key_priority)
-            if displaced is None:
+            victim = self._latest_below(key_priority)
+            if victim is None:
                 raise queue_full(excess, self.retry_after())
-            displaced.fail(queue_full("requests of higher priority arrived", self.retry_after()))
+            victim.fail(queue_full("requests of higher priority arrived", self.retry_after()))
 
     def check_full(self, key_priority: int = 0, free: int = 0) -> None:
         """Raise queue_full if `check` would raise it for a request of one token.
@@ -80,28 +80,33 @@ class QueueBound:
         if excess is not None and self._latest_below(key_priority) is None:
             raise queue_full(excess, self.retry_after())
 
-    def _excess(self, requests: int, tokens: int, free: int) -> str | None:
-        """Return which limit these requests would exceed, in words, or None."""
+    def _excess(self, requests: int, tokens: int, num_free: int) -> str | None:
+        """Return the content of the queue that leaves no room for these requests, in words.
+
+        Returns None if there is room.
+        """
         if not self.waiting:
             # An empty queue admits any request. Otherwise a batch above the limit could never run.
             return None
         limits = self.limits
         count = len(self.waiting) + requests
-        if limits.requests is not None and count > limits.requests + free:
+        if limits.requests is not None and count > limits.requests + num_free:
             return f"{len(self.waiting)} requests"
         if limits.tokens is not None and self.tokens + tokens > limits.tokens:
             return f"{self.tokens} prompt tokens"
         if count * REQUEST_BYTES + (self.tokens + tokens) * TOKEN_BYTES > limits.memory:
             return f"{len(self.waiting)} requests with {self.tokens} prompt tokens"
-        if self._seconds > MEASURED_SECONDS:
-            seconds = (count - free) * self._seconds_per_request()
+        if self._measured_seconds > MEASURED_SECONDS:
+            seconds = (count - num_free) * self._seconds_per_request()
             if seconds > limits.seconds:
                 return f"a request would wait for about {seconds:.0f} s"
         return None
 
     def _seconds_per_request(self) -> float:
         """Return the measured time between two admissions of waiting requests."""
-        return self._seconds / self._admitted if self._admitted else DEFAULT_SECONDS_PER_REQUEST
+        if not self._measured_admissions:
+            return DEFAULT_SECONDS_PER_REQUEST
+        return self._measured_seconds / self._measured_admissions
 
     def _latest_below(self, key_priority: int) -> Waiting | None:
         """Return the call of lower key priority that arrived last, or None."""
@@ -110,10 +115,10 @@ class QueueBound:
                 return call
         return None
 
-    def enter(self, request_id: str, owner: Waiting, tokens: int) -> None:
+    def enter(self, request_id: str, call: Waiting, tokens: int) -> None:
         if not self.waiting:
-            self._since = time.monotonic()
-        self.waiting[request_id] = (owner, tokens)
+            self._measured_at = time.monotonic()
+        self.waiting[request_id] = (call, tokens)
         self.tokens += tokens
 
     def leave(self, request_id: str, admitted: bool) -> None:
@@ -127,11 +132,11 @@ class QueueBound:
         self.tokens -= entry[1]
         if admitted:
             now = time.monotonic()
-            elapsed = now - self._since
-            self._since = now
+            elapsed = now - self._measured_at
+            self._measured_at = now
             decay = 0.5 ** (elapsed / HALF_LIFE)
-            self._seconds = self._seconds * decay + elapsed
-            self._admitted = self._admitted * decay + 1
+            self._measured_seconds = self._measured_seconds * decay + elapsed
+            self._measured_admissions = self._measured_admissions * decay + 1
 
     def retry_after(self) -> float:
         """Return the seconds after which a refused client should retry.
@@ -143,8 +148,8 @@ class QueueBound:
         now = time.monotonic()
         while self._retry_times and self._retry_times[0] < now:
             self._retry_times.popleft()
-        ahead = len(self.waiting) + RETURNING_SHARE * len(self._retry_times)
-        delay = min(ahead * self._seconds_per_request(), MAX_RETRY_AFTER)
+        num_ahead = len(self.waiting) + RETURNING_SHARE * len(self._retry_times)
+        delay = min(num_ahead * self._seconds_per_request(), MAX_RETRY_AFTER)
         if len(self._retry_times) < MAX_RETRY_TIMES:
             self._retry_times.append(now + delay)
         return delay

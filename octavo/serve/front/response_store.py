@@ -1,8 +1,8 @@
-"""Stores responses of the Responses API, so that a request can continue one by its id.
+"""Stores responses of the Responses API, so that a request can continue a response by its id.
 
 The store is in the memory of the front process. It is bounded in bytes and in time: the oldest
-responses are dropped first, and a restart of the server drops all. A response is found only with
-the key of the client that created it.
+responses are dropped first, and a restart of the server drops all. Only the key of the client that
+created a response gives access to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ResponseStore:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         # Responses that are being generated, with their owners. They are not counted, because
         # their requests are limited.
-        self._open: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._in_progress: dict[str, tuple[str, dict[str, Any]]] = {}
         # The tasks of responses in the background. asyncio itself does not keep them.
         self._tasks: set[asyncio.Task[None]] = set()
         self.bytes = 0
@@ -44,14 +44,14 @@ class ResponseStore:
         return len(self._stored)
 
     def begin(self, id: str, owner: str, response: dict[str, Any]) -> None:
-        self._open[id] = owner, response
+        self._in_progress[id] = owner, response
 
     def end(self, id: str) -> None:
-        """Forget a response that is not being generated any more."""
-        self._open.pop(id, None)
+        """Record that a response is no longer being generated."""
+        self._in_progress.pop(id, None)
 
-    def keep(self, task: asyncio.Task[None]) -> None:
-        """Keep the task of a response in the background until it ends."""
+    def keep_task(self, task: asyncio.Task[None]) -> None:
+        """Hold a reference to the task of a background response until the task ends."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -70,17 +70,20 @@ class ResponseStore:
 
     def is_open(self, id: str, owner: str) -> bool:
         """Return whether the owner's response is being generated."""
-        return id in self._open and self._open[id][0] == owner
+        return id in self._in_progress and self._in_progress[id][0] == owner
 
     def response(self, id: str, owner: str) -> dict[str, Any]:
         """Return a response. Raises ApiError if there is none with this id."""
         if self.is_open(id, owner):
-            return self._open[id][1]
+            return self._in_progress[id][1]
         response: dict[str, Any] = _decode(self._find(id, owner).response)
         return response
 
     def conversation(self, id: str, owner: str) -> list[dict[str, Any]]:
-        """Return the conversation that a response ends. Raises ApiError if there is none."""
+        """Return the conversation up to and including a response.
+
+        Raises ApiError if there is no such response, or if it has no output.
+        """
         if self.is_open(id, owner):
             raise invalid_field(
                 "previous_response_id",

@@ -1,7 +1,7 @@
 """The stateful sessions of SageMaker.
 
 SageMaker sends all requests of a session to the same server, whose prefix cache then has the KV of
-the earlier turns. So the server keeps only who created a session and when it expires.
+the earlier turns. So the server stores only the owner of a session and the time of its expiry.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class SagemakerSession(NamedTuple):
 class SagemakerSessions:
     def __init__(self, limits: Limits):
         self._limits = limits
-        self._found: dict[str, SagemakerSession] = {}  # The oldest is first, and expires first.
+        self._sessions: dict[str, SagemakerSession] = {}  # The oldest is first, and expires first.
 
     def create(self, owner: str) -> tuple[str, float]:
         """Return the id of a new session, and when it expires."""
         self._drop_expired()
-        if len(self._found) >= self._limits.sessions:
+        if len(self._sessions) >= self._limits.sessions:
             raise ApiError(
                 429,
                 f"the server has {self._limits.sessions} sessions: close one, or wait until one "
@@ -38,14 +38,14 @@ class SagemakerSessions:
                 retry_after=1.0,
             )
         id = f"session-{secrets.token_hex(16)}"
-        self._found[id] = SagemakerSession(owner, time.time() + self._limits.session_seconds)
-        return id, self._found[id].expires
+        self._sessions[id] = SagemakerSession(owner, time.time() + self._limits.session_seconds)
+        return id, self._sessions[id].expires
 
     def check(self, id: str, owner: str) -> None:
         """Raise ApiError if the owner has no such session."""
         self._drop_expired()
-        found = self._found.get(id)
-        if found is None or found.owner != owner:
+        session = self._sessions.get(id)
+        if session is None or session.owner != owner:
             raise invalid_field(
                 None,
                 "session not found: it was closed, or it expired, or another server has it",
@@ -61,12 +61,12 @@ class SagemakerSessions:
                 "invalid_session_id",
             )
         self.check(id, owner)
-        del self._found[id]
+        del self._sessions[id]
 
     def _drop_expired(self) -> None:
         now = time.time()
-        while self._found:
-            id, oldest = next(iter(self._found.items()))
+        while self._sessions:
+            id, oldest = next(iter(self._sessions.items()))
             if oldest.expires > now:
                 return
-            del self._found[id]
+            del self._sessions[id]

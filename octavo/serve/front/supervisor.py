@@ -46,30 +46,34 @@ STOP_SECONDS = 3.0  # The engine process has this time to end after a Shutdown m
 
 
 class Supervisor:
-    PARTS = ("weights", "kv_cache")  # What wake() wakes, under vLLM's names.
+    PARTS = ("weights", "kv_cache")  # The parts that wake() can wake, under vLLM's names.
 
     def __init__(
         self,
         config: ServeConfig,
         on_message: Callable[[ToFront], None],
         on_loss: Callable[[], None],
-        work: Callable[[], Mapping[str, Any]],
+        open_requests: Callable[[], Mapping[str, Any]],
         command: Sequence[str] = ENGINE,
     ):
-        """Create the supervisor. `work` returns the open requests of the engine by id."""
+        """Create the supervisor.
+
+        `on_message` is called with each message of the engine, and `on_loss` when its process has
+        ended. `open_requests` returns the open requests of the engine by id.
+        """
         self.config = config
         self.command = command
         self.on_message = on_message
         self.on_loss = on_loss
-        self.work = work
+        self.open_requests = open_requests
         self.phase = "starting"
-        self.since = time.monotonic()
+        self.phase_started = time.monotonic()
         self.fraction: float | None = None
-        self.began = time.monotonic()
         self.starts = 0
         self.loaded: Loaded | None = None
         self.heartbeat = Heartbeat()
-        self.progress = time.monotonic()  # The last time when the engine made progress or was idle.
+        # The last time when the engine made progress or was idle.
+        self.progress = time.monotonic()
         # The time by which the current step should end, as estimated by the engine.
         self.step_deadline = 0.0
         self.stalled = False
@@ -100,7 +104,7 @@ class Supervisor:
         state: dict[str, Any] = {
             "state": self._state_name(),
             "phase": self.phase,
-            "elapsed_s": round(time.monotonic() - self.since, 3),
+            "elapsed_s": round(time.monotonic() - self.phase_started, 3),
         }
         if self.fraction is not None:
             state["progress"] = round(self.fraction, 3)
@@ -119,14 +123,14 @@ class Supervisor:
             self._link.send(message, on_sent)
 
     def _requested(self) -> float:
-        """Return the number of requests for the engine.
+        """Return the number of open requests, or infinity if the engine counts as busy.
 
-        An engine on a GPU does not compete with the front process for cores. It counts as busy, so
-        that it receives each message at once.
+        An engine on a GPU does not compete with the front process for cores. It always counts as
+        busy, so that it receives each message at once.
         """
         if self.loaded is not None and self.loaded.device != "cpu":
             return math.inf
-        return len(self.work())
+        return len(self.open_requests())
 
     # ---- the engine process ----------------------------------------------------------------------
 
@@ -218,7 +222,7 @@ class Supervisor:
     def _receive(self, message: ToFront) -> None:
         now = time.monotonic()
         if isinstance(message, Heartbeat):
-            if message.steps != self.heartbeat.steps or not self.work():
+            if message.steps != self.heartbeat.steps or not self.open_requests():
                 self.progress = now
             self.heartbeat = message
         elif isinstance(message, Phase):
@@ -243,7 +247,7 @@ class Supervisor:
     def _enter(self, phase: str, fraction: float | None = None) -> None:
         now = time.monotonic()
         if phase != self.phase:
-            self.since = now
+            self.phase_started = now
         self.phase = phase
         self.fraction = fraction
         self.progress = now
@@ -251,18 +255,18 @@ class Supervisor:
     # ---- the watchdog ----------------------------------------------------------------------------
 
     async def _watch(self, stacks: BinaryIO) -> None:
-        """Detect that the engine completes no step although it has requests.
+        """Watch whether the engine completes steps while it has requests.
 
-        The watchdog first writes the state of the engine to the log, and later kills the process.
+        If it hangs, the watchdog first logs the state of the engine, and later kills the process.
         """
         dumped = False
         killed = False
         interval = min(self.config.stall_dump / 5, 0.5)
         while True:
-            begun = time.monotonic()
+            slept_at = time.monotonic()
             await asyncio.sleep(interval)
             # If this process did not run, the engine may not have run either: both were stopped.
-            overslept = time.monotonic() - begun - interval
+            overslept = time.monotonic() - slept_at - interval
             if overslept > interval:
                 self.progress += overslept
             stalled_seconds = time.monotonic() - max(self.progress, self.step_deadline)
@@ -293,7 +297,7 @@ class Supervisor:
             "event": "engine_stalled",
             "seconds": round(stalled_seconds, 1),
             "scheduler": msgspec.structs.asdict(self.heartbeat),
-            "requests": [str(request) for request in list(self.work().values())[:64]],
+            "requests": [str(request) for request in list(self.open_requests().values())[:64]],
             "stacks": text.splitlines(),
         }
         self.dumps = [*self.dumps[-3:], dump]
@@ -322,7 +326,10 @@ class Supervisor:
             await asyncio.sleep(0.01)
 
     async def wake(self, parts: Sequence[str]) -> None:
-        """Wake parts of the engine. With the last one the process starts, and becomes ready."""
+        """Wake parts of the engine. The process starts when the last part is woken.
+
+        In that case this method returns when the engine is ready.
+        """
         self._asleep -= set(parts)
         if self._asleep or not self.sleep_level:
             return

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 CONTEXT_HEADERS = ("traceparent", "tracestate")
-# An aborted request ends before the engine has sent its spans. So many requests are remembered.
+# An aborted request ends before the engine has sent its spans, so the spans of this many requests
+# are remembered.
 REMEMBERED_REQUESTS = 4096
 CLOCK_TOLERANCE_NS = 1_000_000
 FLUSH_MS = 3000  # Spans that are not sent within this time after the shutdown are lost.
@@ -134,7 +135,10 @@ class Tracing:
         return round(monotonic * 1e9) + self.clock_offset
 
     def _correct_clock(self) -> None:
-        """Follow corrections of the wall clock. Spans of one request keep their order otherwise."""
+        """Update the offset of the clocks after a correction of the wall clock.
+
+        Smaller differences are ignored, so that the spans of a request keep their order.
+        """
         offset = time.time_ns() - time.monotonic_ns()
         if abs(offset - self.clock_offset) > CLOCK_TOLERANCE_NS:
             self.clock_offset = offset
@@ -145,7 +149,7 @@ class Tracing:
             self.spans.popitem(last=False)
 
     def close(self) -> None:
-        """Send the spans that are left."""
+        """Send the spans that are not sent yet, and stop."""
         self.provider.force_flush(FLUSH_MS)
         self.provider.shutdown()
 
@@ -212,8 +216,7 @@ class CallSpans:
 
 
 def request_attributes(model: str, request_id: str, params: Any) -> Attributes:
-    """Return the attributes that are set before the reply, with the names of OpenTelemetry and
-    vLLM."""
+    """Return the attributes of a request's span, under the names of OpenTelemetry and vLLM."""
     attributes: Attributes = {
         "gen_ai.provider.name": "octavo",
         "gen_ai.request.model": model,
@@ -233,7 +236,7 @@ def request_attributes(model: str, request_id: str, params: Any) -> Attributes:
 
 
 def engine_attributes(message: RequestSpans) -> Attributes:
-    """Return how long a sequence was in each state."""
+    """Return the seconds that a sequence spent in each state."""
     return {
         latency: sum(end - start for name, start, end, *_ in message.spans if name in names)
         for latency, names in LATENCIES.items()

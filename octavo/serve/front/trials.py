@@ -27,11 +27,11 @@ from octavo.serve.front.worker_pool import WorkerPool
 from octavo.text.spec_errors import SPEC_NAMES, compilation_timed_out
 
 log = logging.getLogger(__name__)
-QUARANTINE = 600.0  # seconds
-REMEMBERED = 16_384  # The number of specs whose results are remembered.
-HEAVY = 16 * 2**10  # Compiling a spec with more characters may take seconds.
-CRASHED = ("text_worker_crashed", "text_memory_exceeded")
-LATE = "text_timeout"
+QUARANTINE_SECONDS = 600.0  # A spec that failed is refused for this time.
+MAX_VERDICTS = 16_384  # The number of specs whose results are remembered.
+HEAVY_CHARACTERS = 16 * 2**10  # Compiling a spec with more characters may take seconds.
+CRASH_CODES = ("text_worker_crashed", "text_memory_exceeded")
+TIMEOUT_CODE = "text_timeout"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Verdict:
     """The result of a trial. `error` is None if the spec passed."""
 
     error: ApiError | None
-    until: float
+    expires: float  # A quarantined spec may be tried again at this time.
 
     def check(self, param: str | None) -> None:
         """Raise a copy of the error, because many requests may share a verdict."""
@@ -53,8 +53,8 @@ class Verdict:
 def fingerprint(spec: StructuredOutputs) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for part in spec.key:
-        data = part.encode("utf-8", "surrogatepass")
-        digest.update(b"%d:" % len(data) + data)
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(b"%d:" % len(encoded) + encoded)
     return digest.digest()
 
 
@@ -71,49 +71,49 @@ class Trials:
 
     def passed(self, spec: StructuredOutputs, param: str | None) -> bool:
         """Return whether the spec passed a trial. Raises ApiError while it is quarantined."""
-        mark = fingerprint(spec)
-        verdict = self._verdicts.get(mark)
+        spec_hash = fingerprint(spec)
+        verdict = self._verdicts.get(spec_hash)
         if verdict is None:
             return False
-        if verdict.error is not None and self._clock() >= verdict.until:
-            del self._verdicts[mark]
+        if verdict.error is not None and self._clock() >= verdict.expires:
+            del self._verdicts[spec_hash]
             return False
-        self._verdicts.move_to_end(mark)
+        self._verdicts.move_to_end(spec_hash)
         verdict.check(param)
         return True
 
     async def run(self, spec: StructuredOutputs, param: str | None) -> None:
         """Run a trial. Requests with the same spec share one trial. Raises ApiError if it fails."""
-        mark = fingerprint(spec)
-        task = self._running.get(mark)
+        spec_hash = fingerprint(spec)
+        task = self._running.get(spec_hash)
         if task is None:
-            task = self._running[mark] = asyncio.create_task(self._try(mark, spec))
+            task = self._running[spec_hash] = asyncio.create_task(self._try(spec_hash, spec))
         (await asyncio.shield(task)).check(param)
 
-    async def _try(self, mark: bytes, spec: StructuredOutputs) -> Verdict:
-        heavy = len(spec.key[1]) > HEAVY
+    async def _try(self, spec_hash: bytes, spec: StructuredOutputs) -> Verdict:
+        heavy = len(spec.key[1]) > HEAVY_CHARACTERS
         error: ApiError | None = None
         try:
             await self._pool.run(Compile(spec), None, heavy=heavy, seconds=self._seconds)
-        except ApiError as found:
-            error = self._translate(spec, found).forget()
-        except Exception as found:
+        except ApiError as failure:
+            error = self._translate(spec, failure).forget()
+        except Exception as failure:
             log.exception("a trial compilation of structured output failed unexpectedly")
-            error = api_error(found)
+            error = api_error(failure)
         finally:
-            del self._running[mark]
-        verdict = Verdict(error, self._clock() + QUARANTINE)
+            del self._running[spec_hash]
+        verdict = Verdict(error, self._clock() + QUARANTINE_SECONDS)
         if error is None or error.status == 400:  # Other errors are not caused by the spec.
-            self._verdicts[mark] = verdict
-            while len(self._verdicts) > REMEMBERED:
+            self._verdicts[spec_hash] = verdict
+            while len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
         return verdict
 
     def _translate(self, spec: StructuredOutputs, error: ApiError) -> ApiError:
         """Return an error of the worker pool as an error about structured output."""
-        if error.code == LATE:
+        if error.code == TIMEOUT_CODE:
             return api_error(compilation_timed_out(spec, self._seconds))
-        if error.code in CRASHED:
+        if error.code in CRASH_CODES:
             return ApiError(
                 400,
                 f"{SPEC_NAMES[spec.kind]} cannot be used, because compiling it crashed or needed "

@@ -56,24 +56,24 @@ class Task:
     payload: bytes | bytearray
     seconds: float
     heavy: bool
-    value: asyncio.Future[msgspec.Raw]
+    result: asyncio.Future[msgspec.Raw]
     timer: asyncio.TimerHandle | None = None
 
     def fail(self, error: Exception) -> None:
         if self.timer is not None:
             self.timer.cancel()
-        if not self.value.done():
-            self.value.set_exception(error)
+        if not self.result.done():
+            self.result.set_exception(error)
 
 
 class Worker:
-    """One worker process, and this process's end of the socket to it."""
+    """One worker process, and the pool's end of the socket to it."""
 
     def __init__(self, end: socket.socket, process: asyncio.subprocess.Process):
         self.pipe = Pipe(end)
         self.descriptor = end.fileno()
         self.process = process
-        self.ready = False  # True means that its setup is complete.
+        self.ready = False  # True means that the setup of the process is complete.
         self.task: Task | None = None
 
     def kill(self) -> None:
@@ -113,7 +113,7 @@ class WorkerPool:
     async def run(
         self,
         job: msgspec.Struct,
-        kind: Any,
+        result_type: Any,
         *,
         payload: bytes | bytearray = b"",
         heavy: bool = False,
@@ -137,11 +137,11 @@ class WorkerPool:
         if task.timer is None:
             task.timer = loop.call_later(QUEUE_SECONDS, self._on_queue_timeout, task)
         try:
-            value = await task.value
+            result = await task.result
         finally:
             if task in self._queue:  # The caller was cancelled.
                 self._queue.remove(task)
-        return decoder(kind).decode(value)
+        return decoder(result_type).decode(result)
 
     async def close(self) -> None:
         self._closed = True
@@ -174,18 +174,18 @@ class WorkerPool:
 
     async def _run_worker(self) -> bool:
         """Run one worker process from its start to its end. Returns whether it became ready."""
-        mine, theirs = socket.socketpair()
-        with mine:
-            with theirs:
+        pool_end, worker_end = socket.socketpair()
+        with pool_end:
+            with worker_end:
                 process = await asyncio.create_subprocess_exec(
                     *self.command,
-                    str(theirs.fileno()),
-                    pass_fds=(theirs.fileno(),),
+                    str(worker_end.fileno()),
+                    pass_fds=(worker_end.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     start_new_session=True,
                     env={**os.environ, **ENVIRONMENT},
                 )
-            worker = Worker(mine, process)
+            worker = Worker(pool_end, process)
             self._workers.add(worker)
             loop = asyncio.get_running_loop()
             loop.add_reader(worker.descriptor, self._readable, worker)
@@ -211,7 +211,7 @@ class WorkerPool:
             self._idle.remove(worker)
         if worker.task is None or not worker.ready:
             return
-        if not self._closed and not worker.task.value.done():
+        if not self._closed and not worker.task.result.done():
             self.replaced["crash"] += 1
             log.error("a worker process ended during a job (exit %s)", worker.process.returncode)
         worker.task.fail(draining() if self._closed else crashed())
@@ -224,10 +224,12 @@ class WorkerPool:
             self._start_job(self._idle.pop(), task)
 
     def _next_task(self) -> Task | None:
-        heavy = sum(1 for worker in self._workers if worker.task is not None and worker.task.heavy)
-        room = heavy < max(1, self.count - 1)
+        num_heavy = sum(
+            1 for worker in self._workers if worker.task is not None and worker.task.heavy
+        )
+        may_start_heavy = num_heavy < max(1, self.count - 1)
         for index, task in enumerate(self._queue):
-            if room or not task.heavy:
+            if may_start_heavy or not task.heavy:
                 return self._queue.pop(index)
         return None
 
@@ -246,20 +248,20 @@ class WorkerPool:
 
     def _readable(self, worker: Worker) -> bool:
         """Read once and process the replies. Returns whether anything was read."""
-        found = worker.pipe.receive()
-        for data in found or ():
-            self._replied(worker, data)
+        messages = worker.pipe.receive()
+        for message in messages or ():
+            self._finish_job(worker, message)
         if worker.pipe.closed:
             asyncio.get_running_loop().remove_reader(worker.descriptor)
             worker.kill()
-        return found is not None
+        return messages is not None
 
-    def _replied(self, worker: Worker, data: bytes | bytearray) -> None:
+    def _finish_job(self, worker: Worker, message: bytes | bytearray) -> None:
         task = worker.task
         assert task is not None and task.timer is not None
         worker.task = None
         task.timer.cancel()
-        reply = decode_reply(data)
+        reply = decode_reply(message)
         if not worker.ready and not isinstance(reply, JobDone):
             log.error("cannot set up a worker process: %s", reply)
             worker.kill()
@@ -270,7 +272,7 @@ class WorkerPool:
             worker.kill()
         else:
             self._idle.append(worker)
-        settle(task, reply)
+        pass_on_reply(task, reply)
         self._dispatch()
 
     def _on_timeout(self, worker: Worker, task: Task) -> None:
@@ -285,13 +287,14 @@ class WorkerPool:
             task.fail(busy())
 
 
-def settle(task: Task, reply: JobDone | JobRefused | JobFailed) -> None:
+def pass_on_reply(task: Task, reply: JobDone | JobRefused | JobFailed) -> None:
+    """Set the result or the error of a task from the reply of its worker process."""
     if isinstance(reply, JobRefused):
         task.fail(ApiError(reply.status, reply.message, reply.code, reply.param))
     elif isinstance(reply, JobFailed):
         task.fail(RuntimeError(f"in a worker process:\n{reply.traceback}"))
-    elif not task.value.done():
-        task.value.set_result(reply.value)
+    elif not task.result.done():
+        task.result.set_result(reply.value)
 
 
 @functools.cache

@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/livez":
-            blocked_seconds = self.server.watchdog.late
+            blocked_seconds = self.server.watchdog.lateness
             is_stuck = blocked_seconds > STUCK
             status = 503 if is_stuck else 200
             reply: dict[str, Any] = {

@@ -60,7 +60,7 @@ class RelayedKey(Key):
         entry = KeyEntry(identity.name, priority=identity.priority, admin=identity.admin)
         super().__init__(entry, digest=b"")
         self.salt = identity.salt
-        self.sent = False  # The request was sent to the engine.
+        self.sent = False  # True means that the request was sent to the engine.
         self.used_tokens = 0
 
     def enter(self) -> None:
@@ -115,10 +115,10 @@ class RelayedRequest:
         if message["type"] == "http.response.start":
             self._head = RelayHead(message["status"], message["headers"])
             return
-        data = message.get("body", b"")
-        if data == KEEP_ALIVE and not self.response_started:
+        body = message.get("body", b"")
+        if body == KEEP_ALIVE and not self.response_started:
             return
-        part = RelayPart(data, last=not message.get("more_body", False))
+        part = RelayPart(body, last=not message.get("more_body", False))
         if self._head is not None:
             self.response_started = True
             self.write(self._head)
@@ -132,7 +132,10 @@ class RelayedRequest:
 
 
 class Lease:
-    """A request that Ray Serve counts. The connection of the request ends it."""
+    """A call of Ray Serve that lasts as long as a relayed request.
+
+    It ends when the connection of the request ends.
+    """
 
     def __init__(self) -> None:
         self.connected = asyncio.Event()
@@ -167,7 +170,7 @@ class Replica:
     async def lease(
         self, hashes: list[bytes], failed: list[str], preferred: str
     ) -> AsyncIterator[Placement]:
-        """Yield where to send a request, and end with the request.
+        """Yield the address for a request, and end when the request has ended.
 
         The arguments are for the request router.
         """
@@ -189,11 +192,11 @@ class Replica:
         supervisor = self.front.client.supervisor
         if self._supervision.done():
             raise RuntimeError("the supervisor of the engine process has ended")
-        if not supervisor.ready and time.monotonic() - supervisor.since > DOWN_SECONDS:
+        if not supervisor.ready and time.monotonic() - supervisor.phase_started > DOWN_SECONDS:
             raise RuntimeError(f"the engine has been {supervisor.phase} for {DOWN_SECONDS:g} s")
 
     def record_routing_stats(self) -> dict[str, int]:
-        """Return what the request router needs, which Ray Serve sends it every few seconds."""
+        """Return the facts about this replica that Ray Serve sends to the request router."""
         loaded = self.front.client.model_info()
         assert loaded is not None
         return {
@@ -229,8 +232,10 @@ class Replica:
         lease: Lease | None = None
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                data = await read_message(reader, HEAD_BYTES + self.config.limits.body_bytes)
-            start = decode_start(data)
+                encoded_start = await read_message(
+                    reader, HEAD_BYTES + self.config.limits.body_bytes
+                )
+            start = decode_start(encoded_start)
             if not hmac.compare_digest(start.secret, self.secret):
                 raise ConnectionError("the secret is wrong")
             lease = self.leases.get(start.lease)
