@@ -171,16 +171,16 @@ def gpus_per_replica(config: ServeConfig, options: RayOptions) -> float:
 
 def build_app(args: dict[str, Any]) -> serve.Application:
     """Return the application for the `args` of a config file of Ray Serve."""
-    unknown = dict(args)
+    remaining = dict(args)
     groups: list[Any] = []
     for group in (EngineOptions, Limits, RayOptions, ServeConfig):
         names = {field.name for field in fields(group)} - {"engine", "limits"}
-        given = {name: unknown.pop(name) for name in names & unknown.keys()}
+        values = {name: remaining.pop(name) for name in names & remaining.keys()}
         if group is RayOptions:
-            given["ray"] = True
-        groups.append(group(**given))
-    if unknown:
-        raise InvalidRequest(f"{', '.join(sorted(unknown))}: Octavo has no such options")
+            values["ray"] = True
+        groups.append(group(**values))
+    if remaining:
+        raise InvalidRequest(f"{', '.join(sorted(remaining))}: Octavo has no such options")
     engine, limits, options, config = groups
     return application_of(replace(config, engine=engine, limits=limits), options)
 
@@ -191,15 +191,15 @@ def build_app(args: dict[str, Any]) -> serve.Application:
 def run(
     config: ServeConfig,
     options: RayOptions,
-    say: Callable[[int], None],
-    report: Callable[[str, float | None], None],
+    on_ready: Callable[[int], None],
+    on_phase: Callable[[str, float | None], None],
 ) -> None:
-    """Serve until a signal arrives. `say` is called with the port when the replicas are ready.
-    `report` is called with each phase of the start before that.
+    """Serve until a signal arrives. A second signal ends open requests at once.
 
-    A second signal ends open requests at once.
+    `on_ready` is called with the port when the replicas are ready. Before that, `on_phase` is
+    called with each phase of the start.
     """
-    is_own_cluster = connect(options, report)
+    is_own_cluster = connect(options, on_phase)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray has replaced the handlers.
         signal.signal(number, interrupt)
@@ -212,9 +212,9 @@ def run(
                 "this Ray cluster serves Octavo already: stop that server, or use another cluster"
             )
         application = application_of(with_absolute_paths(config), options)
-        report(f"starting the replicas ({options.replicas}), which load the model", None)
+        on_phase(f"starting the replicas ({options.replicas}), which load the model", None)
         with contextlib.suppress(KeyboardInterrupt):
-            serve_until_interrupted(application, say)
+            serve_until_interrupted(application, on_ready)
         serve.delete(APPLICATION)
     finally:
         ray.shutdown()
@@ -224,13 +224,15 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def serve_until_interrupted(application: serve.Application, say: Callable[[int], None]) -> None:
+def serve_until_interrupted(
+    application: serve.Application, on_ready: Callable[[int], None]
+) -> None:
     """Start the application, and drain it after a KeyboardInterrupt."""
     try:
         handle = serve.run(application, name=APPLICATION, route_prefix=None)
     except RuntimeError as error:
         raise ServeError(f"the replicas cannot start: {error}") from None
-    say(handle.listening_port.remote().result())
+    on_ready(handle.listening_port.remote().result())
     try:
         threading.Event().wait()
     finally:
@@ -238,19 +240,19 @@ def serve_until_interrupted(application: serve.Application, say: Callable[[int],
             handle.drain.remote().result()
 
 
-def connect(options: RayOptions, report: Callable[[str, float | None], None]) -> bool:
+def connect(options: RayOptions, on_phase: Callable[[str, float | None], None]) -> bool:
     """Connect to the Ray cluster of the options, or start one on this machine.
 
     Returns whether it was started. Such a cluster has no other machine.
     """
     address = options.ray_address or os.environ.get("RAY_ADDRESS")
     if address is None:
-        report("starting a Ray cluster on this machine", None)
+        on_phase("starting a Ray cluster on this machine", None)
         # By default Ray gives its processes, and so the engine, a low priority.
         os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
         return True
-    report(f"connecting to the Ray cluster at {address}", None)
+    on_phase(f"connecting to the Ray cluster at {address}", None)
     try:
         check_listener(address)
         ray.init(address=address, logging_level=logging.WARNING)
@@ -276,13 +278,14 @@ def check_resources(config: ServeConfig, options: RayOptions) -> None:
         ("CPU", "CPU cores", "--replica-cpus", options.replica_cpus),
         ("GPU", "GPUs", "--replica-gpus", gpus_per_replica(config, options)),
     )
-    for resource, name, flag, count in per_replica:
-        needed = options.replicas * count
-        found = available.get(resource, 0)
-        if needed > found:
+    for resource, name, flag, per_replica_count in per_replica:
+        needed = options.replicas * per_replica_count
+        count_available = available.get(resource, 0)
+        if needed > count_available:
             raise ServeError(
-                f"--replicas {options.replicas} with {flag} {count:g} needs {needed:g} {name}, "
-                f"and this machine has {found:g}: lower one of the two options"
+                f"--replicas {options.replicas} with {flag} {per_replica_count:g} needs "
+                f"{needed:g} {name}, and this machine has {count_available:g}: lower one of the "
+                "two options"
             )
 
 

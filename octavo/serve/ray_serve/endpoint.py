@@ -165,23 +165,23 @@ class Forwarder:
             key.check()
         address = scope["client"][0] if scope.get("client") else ""
         with self.front.bodies.reserve(address) as reservation:
-            data = b""
+            request_body = b""
             if scope["method"] == "POST" and not path.endswith("/cancel"):
                 limits = self.front.config.limits
                 headers = scope["octavo.headers"]
-                data = bytes(
+                request_body = bytes(
                     await body.read(
                         headers, receive, request.take_complete_body(), limits, reservation
                     )
                 )
             outgoing = Outgoing(
-                start=self._start(scope, path, address, data),
+                start=self._start(scope, path, address, request_body),
                 arrival=caller.arrival,
-                hashes=block_hashes(data, caller.salt) if path in GENERATES else [],
+                hashes=block_hashes(request_body, caller.salt) if path in GENERATES else [],
                 request=request,
                 send=send,
                 reservation=reservation,
-                earlier=earlier_request(path, data),
+                earlier=earlier_request(path, request_body),
                 seconds=PROBE_SECONDS if path in PROBES else self.front.config.queue_timeout,
             )
             if key is not None:
@@ -194,16 +194,16 @@ class Forwarder:
             finally:
                 self._release(outgoing, key)
 
-    def _start(self, scope: Scope, path: str, address: str, data: bytes) -> RelayStart:
+    def _start(self, scope: Scope, path: str, address: str, request_body: bytes) -> RelayStart:
         caller: Caller = scope["octavo.caller"]
         identity = RelayedIdentity()
         if caller.key is not None:
             identity = RelayedIdentity(
                 caller.key.name, caller.key.priority, caller.key.admin, caller.key.salt
             )
-        headers = [each for each in scope["headers"] if each[0] not in PRIVATE_HEADERS]
+        headers = [header for header in scope["headers"] if header[0] not in PRIVATE_HEADERS]
         if caller.span is not None:
-            headers = [each for each in headers if each[0] != b"traceparent"]
+            headers = [header for header in headers if header[0] != b"traceparent"]
             headers.append((b"traceparent", caller.span.traceresponse.encode()))
         return RelayStart(
             secret="",
@@ -216,7 +216,7 @@ class Forwarder:
             method=scope["method"],
             path=path,
             headers=headers,
-            body=data,
+            body=request_body,
         )
 
     # ---- replicas --------------------------------------------------------------------------------
@@ -291,8 +291,8 @@ class Forwarder:
         outgoing.stream = None
         writer.close()
 
-    async def _relay_message(self, outgoing: Outgoing, data: bytes) -> None:
-        message = decode_reply(data)
+    async def _relay_message(self, outgoing: Outgoing, encoded: bytes) -> None:
+        message = decode_reply(encoded)
         if isinstance(message, RelayHead):
             outgoing.started = True
             outgoing.start.body = b""
@@ -369,8 +369,8 @@ async def end_reply(outgoing: Outgoing, error: ApiError) -> None:
     if not outgoing.is_stream:
         raise error
     start = outgoing.start
-    data = encode_stream_error(error, start.path, start.request_id, outgoing.events)
-    await outgoing.send({"type": "http.response.body", "body": data, "more_body": False})
+    event = encode_stream_error(error, start.path, start.request_id, outgoing.events)
+    await outgoing.send({"type": "http.response.body", "body": event, "more_body": False})
 
 
 class ClusterEndpoint:

@@ -24,12 +24,12 @@ def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
     merged: dict[str, Metric] = {}
     for name, text in texts.items():
         for family in text_string_to_metric_families(text.decode()):
-            into = merged.setdefault(
+            merged_family = merged.setdefault(
                 family.name, Metric(family.name, family.documentation, family.type)
             )
             for sample in family.samples:
                 labels = {"replica": name, **sample.labels}
-                into.samples.append(sample._replace(labels=labels))
+                merged_family.samples.append(sample._replace(labels=labels))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(MergedMetrics(merged.values()))
     return generate_latest(registry)

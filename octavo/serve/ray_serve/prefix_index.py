@@ -1,10 +1,10 @@
-"""Knows which replica has computed which prompts, and ranks the replicas for a new prompt.
+"""Records which replica has computed which prompts, and ranks the replicas for a new prompt.
 
 The index works on the bytes of a request and not on tokens, so it needs no tokenizer. The prompt is
 cut into blocks of BLOCK_BYTES. The hash of a block covers all blocks before it, so two prompts
 share a hash only if they are equal up to the end of that block. A replica that has computed a
 prompt has its KV in the prefix cache until the cache evicts it. The index does not see evictions.
-Three bounds keep it from believing old entries for long:
+Three bounds limit how long it uses outdated entries:
 
     max_age     an entry counts for this many seconds after its last use
     capacity    a replica has at most as many entries as its KV cache holds; the oldest are removed
@@ -45,7 +45,7 @@ _decode = msgspec.json.Decoder(PromptFields).decode
 
 
 def block_hashes(body: bytes | bytearray, salt: str) -> list[bytes]:
-    """Return the hashes of the blocks of a prompt. `salt` is that of the API key.
+    """Return the hashes of the blocks of a prompt. `salt` is the cache salt of the API key.
 
     A body that is not valid has no hashes: the replica that gets it replies with the error.
     """
@@ -54,9 +54,9 @@ def block_hashes(body: bytes | bytearray, salt: str) -> list[bytes]:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return []
     # The tools and the system message come first in the prompt of nearly every chat template.
-    before = (fields.tools, fields.system, fields.instructions)
-    parts = (*before, fields.messages, fields.input, fields.prompt, fields.prompts)
-    prompt = b"".join(bytes(part) for part in parts)
+    early_fields = (fields.tools, fields.system, fields.instructions)
+    ordered_fields = (*early_fields, fields.messages, fields.input, fields.prompt, fields.prompts)
+    prompt = b"".join(bytes(field) for field in ordered_fields)
     parent = hashlib.sha256(salt.encode() + b"\0" + bytes(fields.cache_salt)).digest()
     hashes: list[bytes] = []
     for start in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES):
@@ -89,13 +89,13 @@ class PrefixIndex:
 
     def keep(self, replicas: Iterable[str]) -> None:
         """Remove all replicas except these."""
-        kept = set(replicas)
-        for replica in self._generation.keys() - kept:
+        kept_replicas = set(replicas)
+        for replica in self._generation.keys() - kept_replicas:
             del self._generation[replica]
             del self._capacity[replica]
-        for replica in self._blocks.keys() - kept:
+        for replica in self._blocks.keys() - kept_replicas:
             del self._blocks[replica]
-        for replica in self._last_use.keys() - kept:
+        for replica in self._last_use.keys() - kept_replicas:
             del self._last_use[replica]
 
     def add(self, replica: str, hashes: Sequence[bytes]) -> None:
@@ -103,7 +103,7 @@ class PrefixIndex:
         blocks = self._blocks.setdefault(replica, OrderedDict())
         now = self.clock()
         self._last_use[replica] = now
-        # The first block is used most recently. A prefix then outlives what follows it.
+        # The first block is recorded as used last, so a prefix stays longer than the text after it.
         for block in reversed(hashes):
             blocks[block] = now
             blocks.move_to_end(block)
@@ -137,11 +137,12 @@ def rank_replicas(
 
     `loads` has the number of open requests of every replica. The first group has the replicas with
     the longest match, unless they have more than `slack` open requests above the least loaded
-    replica. The second group has the others, the least loaded first; of equally loaded ones, the
-    one that has had no request for longest. Replicas that have `failed` this request come last.
+    replica. The second group has the others, the least loaded first. Among equally loaded replicas,
+    the one whose latest request is the oldest comes first. Replicas that have `failed` this request
+    come last.
     """
-    last = [replica for replica in loads if replica in set(failed)]
-    usable = [replica for replica in loads if replica not in last]
+    failed_replicas = [replica for replica in loads if replica in set(failed)]
+    usable = [replica for replica in loads if replica not in failed_replicas]
     matches = {replica: index.matched(replica, hashes) for replica in usable}
     longest = max(matches.values(), default=0)
     least_loaded = min((loads[replica] for replica in usable), default=0)
@@ -150,6 +151,6 @@ def rank_replicas(
         for replica in usable
         if longest > 0 and matches[replica] == longest and loads[replica] <= least_loaded + slack
     ]
-    others = [replica for replica in usable if replica not in preferred]
-    others.sort(key=lambda replica: (loads[replica], index.last_use(replica)))
-    return [preferred, others, last]
+    other_replicas = [replica for replica in usable if replica not in preferred]
+    other_replicas.sort(key=lambda replica: (loads[replica], index.last_use(replica)))
+    return [preferred, other_replicas, failed_replicas]

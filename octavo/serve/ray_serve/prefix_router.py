@@ -36,12 +36,12 @@ class PrefixRouter(RequestRouter):
         # Without this, Ray Serve would try again at once while every replica is full.
         pending_request.routing_context.should_backoff = True
         hashes, failed, preferred = routing_arguments(pending_request)
-        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if preferred in by_name:
             return [[by_name[preferred]]]
         loads = {
-            name: self.replica_queue_len_cache.get(each.replica_id) or 0
-            for name, each in by_name.items()
+            name: self.replica_queue_len_cache.get(replica.replica_id) or 0
+            for name, replica in by_name.items()
         }
         groups = rank_replicas(self.index, hashes, loads, failed, self.slack)
         return [[by_name[name] for name in group] for group in groups if group]
@@ -54,12 +54,12 @@ class PrefixRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self.index.keep(each.replica_id.unique_id for each in replicas)
-        for each in replicas:
-            stats: dict[str, Any] = each.routing_stats
+        self.index.keep(replica.replica_id.unique_id for replica in replicas)
+        for replica in replicas:
+            stats: dict[str, Any] = replica.routing_stats
             if stats:
                 self.index.update(
-                    each.replica_id.unique_id, stats["kv_tokens"], stats["generation"]
+                    replica.replica_id.unique_id, stats["kv_tokens"], stats["generation"]
                 )
 
 

@@ -1,4 +1,4 @@
-"""The options of `octavo serve --ray`. They are declared as those of the server are.
+"""The options of `octavo serve --ray`. They are declared like the options of the server.
 
 This module must not import Ray.
 """
@@ -13,8 +13,8 @@ from octavo.errors import InvalidRequest
 from octavo.option_declaration import Option, check_options, flag_of, integer_range, one_of, real
 from octavo.serve.serve_config import ServeConfig
 
-# Options of a single server. Several replicas on one node would share the port or the file, or the
-# routes that use the option are not served with --ray.
+# These options are for a single server. Several replicas on one node would share the port or the
+# file, or the routes that use the option are not served with --ray.
 NOT_ON_RAY: dict[type, tuple[str, ...]] = {
     ServeConfig: (
         "uds",
@@ -28,7 +28,7 @@ NOT_ON_RAY: dict[type, tuple[str, ...]] = {
 }
 
 
-def address(name: str, value: Any) -> str:
+def check_address(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{name} must be an address such as 10.0.0.1:6379", name)
     return value
@@ -152,7 +152,7 @@ class RayOptions:
             "Address of a Ray cluster. Default: RAY_ADDRESS, or a new cluster on this machine.",
             "Ray",
             metavar="ADDRESS",
-            check=address,
+            check=check_address,
         ),
     ] = None
 
@@ -160,10 +160,12 @@ class RayOptions:
         check_options(self)
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise InvalidRequest("--max-replicas must be at least --replicas", "max_replicas")
-        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-        if given and not self.ray:
-            flag = flag_of(RayOptions, given[0])
-            raise InvalidRequest(f"{flag} has no effect without --ray: add --ray", given[0])
+        changed = [
+            field.name for field in fields(self) if getattr(self, field.name) != field.default
+        ]
+        if changed and not self.ray:
+            flag = flag_of(RayOptions, changed[0])
+            raise InvalidRequest(f"{flag} has no effect without --ray: add --ray", changed[0])
 
 
 def check_server_options(config: ServeConfig) -> None:

@@ -99,8 +99,8 @@ decode_reply = msgspec.msgpack.Decoder(FromReplica).decode
 
 
 def frame_message(message: RelayStart | FromReplica) -> bytes:
-    data = encode(message)
-    return LENGTH.pack(len(data)) + data
+    encoded = encode(message)
+    return LENGTH.pack(len(encoded)) + encoded
 
 
 async def read_message(reader: asyncio.StreamReader, limit: int) -> bytes:
