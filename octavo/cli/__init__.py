@@ -40,15 +40,15 @@ class OneLine(logging.Formatter):
         return f"{time}{record.levelname.lower()}: {record.getMessage()}{reason}"
 
 
-def interrupt_again(lost: sys.UnraisableHookArgs) -> None:
-    """Repeat a Ctrl-C that came inside a callback of a library, such as numba's compiler, where
-    Python prints the exception and goes on. Other lost exceptions are printed."""
-    if lost.exc_type is not KeyboardInterrupt:
-        sys.__unraisablehook__(lost)
+def interrupt_again(lost_exception: sys.UnraisableHookArgs) -> None:
+    """Repeat a Ctrl-C that arrived inside a callback of a library, such as numba's compiler. Python
+    only prints such an exception and continues. Other lost exceptions are printed."""
+    if lost_exception.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(lost_exception)
         return
-    again = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
-    again.daemon = True
-    again.start()
+    timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    timer.start()
 
 
 def main(program: str | None = None) -> None:

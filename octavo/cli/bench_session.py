@@ -1,4 +1,4 @@
-"""Prints, saves and draws the result of a bench, whatever ends the bench.
+"""Prints, saves and draws the result of a bench, even if the bench fails or is interrupted.
 
     run = BenchRun("ablation", output, model=...)
     with bench_session(run, picture):
@@ -67,7 +67,7 @@ def check_writable(path: Path | None) -> None:
 
 @contextmanager
 def terminating_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C, so that a bench that is told to end saves its result."""
+    """Treat SIGTERM as Ctrl-C, so that a bench that is terminated saves its result."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

@@ -155,16 +155,16 @@ class Bench:
         return [facts | record for record in records]
 
     def _with_pool(self) -> EngineOptions:
-        """Bound the KV pool, because each method has one of its own."""
+        """Bound the KV pool, because each method has a separate pool."""
         if self.engine.num_gpu_blocks_override is not None:
             return self.engine
-        most_streams = max(4, *(case.streams for case in self.cases))
-        positions = most_streams * (self.engine.max_model_len or 1024)
+        max_streams = max(4, *(case.streams for case in self.cases))
+        positions = max_streams * (self.engine.max_model_len or 1024)
         block_size = self.engine.block_size or 16
         return replace(
             self.engine,
             block_size=block_size,
-            max_num_seqs=max(self.engine.max_num_seqs, most_streams),
+            max_num_seqs=max(self.engine.max_num_seqs, max_streams),
             num_gpu_blocks_override=-(-positions // block_size),
         )
 

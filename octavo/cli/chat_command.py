@@ -303,6 +303,7 @@ class ChatSession:
             "/help": lambda _: print(HELP),
             "/exit": self.leave,
             "/quit": self.leave,
+            "/bye": self.leave,
         }
 
     def run(self) -> None:

@@ -14,7 +14,7 @@ from octavo.serve.serve_config import ServeConfig
 if TYPE_CHECKING:
     from octavo.serve.front.front import Front
 
-# There are so few blocks, slots and tokens that a handful of requests compete for them.
+# With so few blocks, slots and tokens, a handful of requests compete for resources.
 DEMO_OPTIONS = EngineOptions(
     max_model_len=768,
     num_gpu_blocks_override=64,

@@ -119,8 +119,8 @@ def teach(run: LessonRun) -> None:
     say(f"[bold]{'Your prediction was right.' if is_right else 'You predicted otherwise.'}[/bold]")
     print(wrap(f"Answer: {chosen.choices[chosen.answer]}. {run.revealed.text}"), end="\n\n")
     for moment in run.revealed.moments:
-        where = f"{chosen.runs[moment.run].name}, step {moment.step}"
-        print(f"  {where}: {moment.text}")
+        location = f"{chosen.runs[moment.run].name}, step {moment.step}"
+        print(f"  {location}: {moment.text}")
     print()
     print(f"  code      {', '.join(chosen.code)}")
     print(f"  test      {chosen.test}")

@@ -13,7 +13,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 
 def without_types(parameters: list[Any]) -> list[Any]:
-    """Return the parameters, whose types help texts no longer show."""
+    """Change the parameters so that help texts do not show their types, and return them."""
     for parameter in parameters:
         if isinstance(parameter, TyperArgument):
             parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]

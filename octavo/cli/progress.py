@@ -34,7 +34,7 @@ class Steps(Progress):
 
     def start(self) -> None:
         if self.console.is_terminal:
-            status.give_way()
+            status.hide_for_progress_bar()
         super().start()
         if not self.console.is_terminal:
             Thread(target=self._repeat, daemon=True).start()

@@ -94,7 +94,9 @@ def announce(front: Front, port: int) -> None:
         suffix = ""
         watch = ""
         curl = f"curl --unix-socket {config.uds} {config.scheme}://localhost"
-    lower = "".join(f", {in_bytes(memory[k])} {name}" for k, name in TIERS.items() if memory.get(k))
+    lower_tiers = "".join(
+        f", {in_bytes(memory[k])} {name}" for k, name in TIERS.items() if memory.get(k)
+    )
     key = ' -H "Authorization: Bearer $KEY"' if config.needs_key else ""
     grpc = f"gRPC:    {host}:{config.grpc_port}\n" if config.grpc_port else ""
     defaults = {"temperature": 1, **loaded.sampling}
@@ -103,17 +105,17 @@ def announce(front: Front, port: int) -> None:
     drafts = ""
     if loaded.speculative:
         drafts = f"drafts:  speculative decoding with {loaded.speculative} (--speculative)\n"
-    at_once = memory["kv_tokens"] // max(loaded.longest - 1, 1)
+    concurrency = memory["kv_tokens"] // max(loaded.longest - 1, 1)
     kv = in_bytes(memory["kv"])
     if loaded.device == "cpu":
         kv = f"up to {kv}, allocated as it fills"
-    requests = "1 request" if at_once == 1 else f"{at_once:,} requests"
+    requests = "1 request" if concurrency == 1 else f"{concurrency:,} requests"
     print(
         f"{config.name}: {loaded.architecture}, {loaded.weights}, computed in {loaded.dtype} on "
         f"{loaded.device}\n"
         f"memory:  weights {in_bytes(memory['weights'])}, "
         f"activations {in_bytes(memory['activations'])}, "
-        f"KV {kv}{lower}\n"
+        f"KV {kv}{lower_tiers}\n"
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of "
         f"{loaded.block_size}; {requests} of {loaded.longest:,} tokens at once\n"
         f"sample:  {sampling} by default ({source})\n{drafts}"
@@ -126,7 +128,7 @@ def announce(front: Front, port: int) -> None:
 
 
 def example(front: Front) -> str:
-    """Return the rest of a curl command that works for this model."""
+    """Return the path, the header and the body of a curl command that works for this model."""
     loaded = front.client.model_info()
     assert loaded is not None
     path = "/v1/chat/completions"

@@ -211,7 +211,7 @@ def _cases(
     prefill_replicas: int,
     links: list[float],
 ) -> list[tuple[str, ClusterOptions]]:
-    """Return what is simulated: its name in the second column, and its options."""
+    """Return the cases to simulate: the name in the second column, and the options."""
     for name in routing:
         if name not in ROUTING:
             raise InvalidRequest(
@@ -231,9 +231,9 @@ def _cases(
         if mtbf is not None:
             cases.append(("crashes", replace(options, mean_time_between_failures=mtbf)))
         if prefill_replicas:
-            split = replace(options, prefill_replicas=prefill_replicas)
+            disaggregated = replace(options, prefill_replicas=prefill_replicas)
             for gigabits in links:
-                linked = replace(split, link_bytes_per_second=gigabits * GIGABIT)
+                linked = replace(disaggregated, link_bytes_per_second=gigabits * GIGABIT)
                 cases.append((f"{prefill_replicas} prefill, {gigabits:g} Gbit/s", linked))
     return cases
 

@@ -1,4 +1,4 @@
-"""One line on a terminal that says what a command does before it prints anything.
+"""Shows what a command does in one line on the terminal, before the command prints anything.
 
     octavo serve: loading the model, 45 % (3 s)
 
@@ -17,9 +17,9 @@ ERASE = "\r\x1b[K"
 DIM = "\x1b[2m"
 RESET = "\x1b[0m"
 REDRAW_SECONDS = 0.5
-LEAST_SECONDS = 2.0  # The elapsed time is shown from then on.
+MIN_SHOWN_SECONDS = 2.0  # A shorter elapsed time is not shown.
 
-# The phases of an engine process, as people read them.
+# The phases of an engine process -> their descriptions for users.
 PHASES = {
     "starting": "starting the engine process",
     "importing": "importing PyTorch",
@@ -59,7 +59,7 @@ class StatusLine:
 
     def _draw(self) -> None:
         elapsed = time.monotonic() - self._since
-        seconds = f" ({elapsed:.0f} s)" if elapsed >= LEAST_SECONDS else ""
+        seconds = f" ({elapsed:.0f} s)" if elapsed >= MIN_SHOWN_SECONDS else ""
         self._stream.write(f"{ERASE}{DIM}{self._text}{seconds}{RESET}")
         self._stream.flush()
 
@@ -86,9 +86,9 @@ class FirstWrite:
 
 
 _line: StatusLine | None = None
-# True while a progress bar is on the terminal, which leaves no place for the line.
+# True while a progress bar is on the terminal. The status line is not shown then.
 _has_bar = False
-# Streams that sys.stdout and sys.stderr were. print() holds no reference to sys.stdout while it
+# The former values of sys.stdout and sys.stderr. print() holds no reference to sys.stdout while it
 # writes to it (CPython 3.11), so a stream that its own write replaces must stay alive: otherwise
 # the process ends with a segmentation fault.
 _replaced: list[FirstWrite] = []
@@ -106,7 +106,7 @@ def begin(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Change the line. Nothing happens if there is none."""
+    """Change the text of the line, if it is shown."""
     if _line is not None:
         _line.show(text)
 
@@ -115,7 +115,7 @@ def is_shown() -> bool:
     return _line is not None
 
 
-def give_way() -> None:
+def hide_for_progress_bar() -> None:
     """Erase the line for a progress bar. begin() does nothing until the bar ends."""
     global _has_bar
     end()
@@ -123,7 +123,7 @@ def give_way() -> None:
 
 
 def resume() -> None:
-    """Say that the progress bar has ended."""
+    """Allow the status line again, after the progress bar has ended."""
     global _has_bar
     _has_bar = False
 

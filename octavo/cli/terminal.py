@@ -43,7 +43,7 @@ def note(text: str) -> None:
 
 
 def speed_line(num_tokens: int, rate: float | None, cached_tokens: int = 0) -> str:
-    """Say how long a reply is and how fast it came."""
+    """Describe the length and the speed of a reply."""
     description = f"{num_tokens:,} token" + ("" if num_tokens == 1 else "s")
     speed = "" if rate is None else f", {rate:.0f} tokens/s"
     cached = f", {cached_tokens:,} prompt tokens from the cache" if cached_tokens else ""
@@ -90,8 +90,8 @@ def table(
 ) -> None:
     """Print a table on stdout. All columns but those in `left` are aligned to the right.
 
-    A table that is too wide for a terminal is printed with rows and columns exchanged, if it fits
-    then. Otherwise the table is as wide as its content: lines wrap, and no number is cut short.
+    A table that is too wide for a terminal is printed transposed, if the transposed table fits.
+    Otherwise the table is as wide as its content: lines wrap, and no number is cut short.
     """
     from rich.console import Console
 
@@ -102,14 +102,14 @@ def table(
     def width(table: Table) -> int:
         return console.measure(table, options=unlimited).maximum
 
-    made = _make_table(title, columns, rows, left, dim)
-    if any(columns) and console.is_terminal and width(made) > console.width:
+    rich_table = _make_table(title, columns, rows, left, dim)
+    if any(columns) and console.is_terminal and width(rich_table) > console.width:
         headings, *values = zip(columns, *rows, strict=True)
-        exchanged = _make_table(title, headings, values)
-        if width(exchanged) <= console.width:
-            made = exchanged
-    console.width = max(console.width, width(made))
-    console.print(made)
+        transposed = _make_table(title, headings, values)
+        if width(transposed) <= console.width:
+            rich_table = transposed
+    console.width = max(console.width, width(rich_table))
+    console.print(rich_table)
 
 
 def _make_table(
@@ -122,22 +122,22 @@ def _make_table(
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, show_header=any(columns))
-    for number, column in enumerate(columns):
-        made.add_column(
+    rich_table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, show_header=any(columns))
+    for index, column in enumerate(columns):
+        rich_table.add_column(
             column,
-            justify="left" if number in left else "right",
-            style="dim" if number in dim else None,
+            justify="left" if index in left else "right",
+            style="dim" if index in dim else None,
             no_wrap=True,
         )
     for row in rows:
-        made.add_row(*row)
-    return made
+        rich_table.add_row(*row)
+    return rich_table
 
 
 def print_result(line: str) -> None:
-    """Print a result in JSON as the last line of stdout, for programs. A terminal does not show it:
-    its reader has the tables."""
+    """Print a result in JSON as the last line of stdout, for programs. On a terminal it is not
+    printed, because the user sees the tables."""
     if not sys.stdout.isatty():
         print(line, flush=True)
 
@@ -149,14 +149,14 @@ def typing_hidden() -> Iterator[None]:
         yield
         return
     terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
-    *other_modes, local_modes, in_speed, out_speed, characters = before
-    hidden = [*other_modes, local_modes & ~termios.ECHO, in_speed, out_speed, characters]
-    termios.tcsetattr(terminal, termios.TCSADRAIN, hidden)
+    previous_modes = termios.tcgetattr(terminal)
+    *other_modes, local_modes, in_speed, out_speed, characters = previous_modes
+    hidden_modes = [*other_modes, local_modes & ~termios.ECHO, in_speed, out_speed, characters]
+    termios.tcsetattr(terminal, termios.TCSADRAIN, hidden_modes)
     try:
         yield
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, previous_modes)
 
 
 class Writer:

@@ -9,7 +9,8 @@ from typing import Annotated
 from octavo.cli.options import Model, command, option, size
 from octavo.engine_options import EngineOptions
 
-# The rest of the memory is for the hidden states of the texts and for the training.
+# The share of the GPU's memory for the engine. The hidden states of the texts and the training use
+# the other part.
 MEMORY_SHARE = 0.4
 
 
