@@ -395,11 +395,13 @@ class Ablation:
         )
 
 
-KV_TOKENS = {"cpu": 32 * 1024, "cuda": 512 * 1024}  # KV of each engine; two run beside each other
+KV_TOKENS = {"cpu": 32 * 1024, "cuda": 512 * 1024}  # the KV pool of each of the two engines
 
 
-def sized(options: EngineOptions, kv_tokens: Mapping[str, int] = KV_TOKENS) -> EngineOptions:
-    """Bound the KV pool, because two engines run beside each other."""
+def bound_kv_pool(
+    options: EngineOptions, kv_tokens: Mapping[str, int] = KV_TOKENS
+) -> EngineOptions:
+    """Bound the KV pool, because two engines share the memory."""
     kind = pick_device(options.device).type
     block_size = options.block_size or BLOCK_SIZE[kind]
     num_blocks = options.num_gpu_blocks_override or kv_tokens[kind] // block_size
@@ -415,13 +417,13 @@ def run_ablation(
     advance: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Measure mechanisms on a model, or on random weights if `model` names a shape."""
-    options = sized(options)
+    options = bound_kv_pool(options)
 
     def load(changes: dict[str, Any]) -> LLM:
         return load_shape(replace(options, **changes), model)
 
     bench = Ablation(load, run, rounds)
-    reasons = {name: why_not(name, bench.base) for name in names}
+    reasons = {name: reason_to_skip(name, bench.base) for name in names}
     run.set_fact(
         device=bench.base.device.type,
         dtype=str(bench.base.model_dtype).removeprefix("torch."),
@@ -445,7 +447,7 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def why_not(name: str, llm: LLM) -> str | None:
+def reason_to_skip(name: str, llm: LLM) -> str | None:
     """Return why a mechanism cannot be measured on a model, or None."""
     mechanism = MECHANISMS[name]
     if llm.device.type not in mechanism.devices:

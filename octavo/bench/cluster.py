@@ -221,11 +221,11 @@ class Cluster:
             self.now = now
             act(now)
 
-    def _at(self, time: float, act: Callable[[float], None]) -> None:
+    def _schedule(self, time: float, act: Callable[[float], None]) -> None:
         self.num_events += 1
         heapq.heappush(self.events, (time, self.num_events, act))
 
-    def _expect_end(self, index: int) -> None:
+    def _schedule_run_end(self, index: int) -> None:
         """Wait for the end of the run of a replica, unless it is cut or the replica crashes."""
         replica = self.replicas[index]
         if not replica.run_steps:
@@ -235,16 +235,16 @@ class Cluster:
         def end(now: float) -> None:
             if replica.num_runs == run:
                 replica.end_run()
-                self._expect_end(index)
+                self._schedule_run_end(index)
 
-        self._at(replica.ends_at, end)
+        self._schedule(replica.ends_at, end)
 
     # ---- requests ------------------------------------------------------------------------------
 
     def _route(self, request: ClusterRequest, now: float) -> None:
         index = self.router.choose(request)
         if index is None:  # every replica is down
-            self._at(now + 1.0, lambda later: self._route(request, later))
+            self._schedule(now + 1.0, lambda later: self._route(request, later))
             return
         self._send(index, self.router, request, now)
 
@@ -254,7 +254,7 @@ class Cluster:
         router.add_load(index, 1)
         replica.arrive(request, now)
         if replica.num_runs != run:
-            self._expect_end(index)
+            self._schedule_run_end(index)
 
     def _on_first_token(self, index: int) -> Callable[[ClusterRequest, float], bool]:
         def handle(request: ClusterRequest, now: float) -> bool:
@@ -274,11 +274,11 @@ class Cluster:
             router = self.decode_router if request.is_transferred else self.router
             router.add_load(index, -1)
             if not is_prefiller or request.output == 1:
-                self._count(request, now)
+                self._record_reply(request, now)
 
         return handle
 
-    def _count(self, request: ClusterRequest, now: float) -> None:
+    def _record_reply(self, request: ClusterRequest, now: float) -> None:
         report = self.report
         self.num_open -= 1
         report.e2e.append(now - request.arrival)
@@ -305,12 +305,12 @@ class Cluster:
             first_token_at=request.first_token_at,
             is_transferred=True,
         )
-        self._at(end, lambda later: self._decode_elsewhere(request_to_decode, later))
+        self._schedule(end, lambda later: self._decode_elsewhere(request_to_decode, later))
 
     def _decode_elsewhere(self, request: ClusterRequest, now: float) -> None:
         target = self.decode_router.choose(request)
         if target is None:
-            self._at(now + 1.0, lambda later: self._decode_elsewhere(request, later))
+            self._schedule(now + 1.0, lambda later: self._decode_elsewhere(request, later))
             return
         self._send(target, self.decode_router, request, now)
 
@@ -318,7 +318,7 @@ class Cluster:
 
     def _schedule_crash(self, index: int, now: float) -> None:
         seconds = self.random.expovariate(1 / self.options.mean_time_between_failures)
-        self._at(now + seconds, lambda later: self._crash(index, later))
+        self._schedule(now + seconds, lambda later: self._crash(index, later))
 
     def _crash(self, index: int, now: float) -> None:
         """Drop the requests that a replica has started. Its waiting requests go to other
@@ -332,7 +332,9 @@ class Cluster:
             router.remove(index)
         self.report.failed += len(started)
         self.num_open -= len(started)
-        self._at(now + self.options.restart_seconds, lambda later: self._restart(index, later))
+        self._schedule(
+            now + self.options.restart_seconds, lambda later: self._restart(index, later)
+        )
         self.report.retried += len(waiting)
         for request in waiting:
             if request.is_transferred:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from octavo.bench.ablation import sized
+from octavo.bench.ablation import bound_kv_pool
 from octavo.bench.interleave import interleave, is_noisy, ratios, spread
 from octavo.bench.model_shapes import load_shape
 from octavo.bench.picture import Panel, bars
@@ -36,7 +36,7 @@ def run_deterministic(
     advance: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Measure workloads on a model, or on random weights if `model` names a shape."""
-    options = sized(options, KV_TOKENS)
+    options = bound_kv_pool(options, KV_TOKENS)
     engines: dict[str, LLM] = {}
     for side, deterministic in SIDES.items():
         engines[side] = load_shape(replace(options, deterministic=deterministic), model)

@@ -1,18 +1,18 @@
 """Measures a server under load over HTTP, and the same engine in-process with the same concurrency.
 
-The client is strict and runs in a process of its own (http_load.py). The cases are:
+The client is strict and runs in a separate process (http_load.py). The cases are:
 
     same      the given number of requests, all with one prompt
-    long      ten times as many
-    distinct  ten times as many, and the prompts differ from the first token on
-    stream    ten times as many, streamed
+    long      ten times as many requests
+    distinct  ten times as many requests, whose prompts differ from the first token on
+    stream    ten times as many requests, streamed
     one       streams one after another
     streams   about 32 streams at any time, which start at random times
-    burst     32 streams that start at once, again and again
+    burst     32 streams that start at once, repeatedly
 
 In the last three cases the engine records when it received a request and when it had the first
-token (octavo/core/trace.py). The rest of the client's TTFT is the latency that the server adds. The
-server is started as a program; nothing of it is imported here.
+token (octavo/core/trace.py). The remaining time of the client's TTFT is the latency that the server
+adds. The server is started as a program; nothing of it is imported here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ CASES: dict[str, Callable[[Load], Load]] = {
         burst=True,
     ),
 }
-# The engine records its times in these cases, which takes some time itself.
+# The engine records its times in these cases only, because recording takes time too.
 TRACED_CASES = ("one", "streams", "burst")
 
 SERVER_PROGRAM = """
@@ -129,7 +129,7 @@ def server(
     model: str | None,
     engine_options: EngineOptions,
     trace_file: Path | None = None,
-    **more: Any,
+    **server_fields: Any,
 ) -> Iterator[RunningServer]:
     """Start a server of this model and wait until it is ready.
 
@@ -144,7 +144,7 @@ def server(
         "engine": asdict(engine_options),
         "served_model_name": ["bench"],
         "port": endpoint.port,
-        **more,
+        **server_fields,
     }
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -175,7 +175,7 @@ def server(
 
 
 def run_client(running: RunningServer, load: Load) -> dict[str, Any]:
-    """Run http_load in a process of its own and add the CPU seconds of the server."""
+    """Run http_load in a separate process, and add the CPU seconds of the server to its result."""
     load = running.endpoint.applied_to(load)
     cpu_before = running.cpu_seconds()
     client_command = [sys.executable, "-m", "octavo.bench.http_load"]
@@ -239,10 +239,11 @@ def report(case: str, result: dict[str, Any], trace_file: Path | None) -> dict[s
 def added_latency(
     good_replies: list[tuple[str, float, float, float]], trace_file: Path
 ) -> dict[str, Any]:
-    """Return where the time to the first byte of each request went.
+    """Return the parts of the time to the first byte of each request.
 
-    The parts are the way in, the engine (and in it the wait for the step that was under way) and
-    the way out. The server adds the way in and the way out.
+    The parts are the way in, the engine and the way out. The time of the engine includes the wait
+    for the step in flight, which is also a part of its own. The server adds the way in and the way
+    out.
     """
     lines = trace_file.read_text().splitlines()
     trace_lines = [json.loads(line) for line in lines if not line.startswith(STEP_LINE)]

@@ -5,7 +5,7 @@
     usage        exactly the requested number of tokens
     text         not empty; with `exact`, one character for each token
     stream       ends with [DONE], has one id, nothing after its finish_reason, and no more pieces
-                 of text than tokens: a piece that was sent twice shows
+                 of text than tokens, which detects a piece that was sent twice
 
 This module handles HTTP/1.1 and JSON. It imports nothing else of octavo, and no torch.
 """
@@ -74,7 +74,7 @@ def check_reply(expected: ExpectedReply, data: bytes) -> CheckedReply:
 
 
 def find_problem(expected: ExpectedReply, content: ReplyContent) -> str | None:
-    """Return what is wrong with a reply that can be read, or None."""
+    """Return the problem of a reply that could be parsed, or None."""
     stopped_early = expected.may_stop and content.finish_reason == "stop"
     if content.tokens != expected.tokens and not (
         stopped_early and 0 < content.tokens < expected.tokens

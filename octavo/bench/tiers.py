@@ -52,13 +52,13 @@ class AlwaysLoad(OffloadCosts):
 class FirstTokenParts(NamedTuple):
     """The parts of a TTFT in seconds, one after the other.
 
-    Blocks that were loaded while others were read count as read.
+    The part `read` includes the loading of blocks while other blocks were still read.
     """
 
-    ask: float  # until a step was planned that asks the disk, or else computes
-    read: float  # until the last disk event arrived: records and checksums
-    wait: float  # until a step was planned that computes
-    load: float  # in that step: loading the remaining blocks
+    ask: float  # until the first step was planned, which reads from the disk or computes
+    read: float  # from there until the last disk event arrived: records and checksums
+    wait: float  # from there until a step was planned that computes
+    load: float  # loading of the remaining blocks in the step that computes
     compute: float
     rest: float  # launching, sampling, output
 

@@ -99,12 +99,12 @@ def test_every_mechanism_is_turned_off_by_options_that_exist() -> None:
 
 def test_what_cannot_be_measured_says_why(tiny: str) -> None:
     llm = LLM(tiny, progress=False)
-    assert "device of the kind cuda" in str(ablation.why_not("cuda-graphs", llm))
-    assert "not quantised" in str(ablation.why_not("quantisation", llm))
-    assert ablation.why_not("quantisation", LLM(tiny, quantization="int8", progress=False)) is None
-    assert "does not use drafts by default" in str(ablation.why_not("speculation", llm))
+    assert "device of the kind cuda" in str(ablation.reason_to_skip("cuda-graphs", llm))
+    assert "not quantised" in str(ablation.reason_to_skip("quantisation", llm))
+    assert ablation.reason_to_skip("quantisation", LLM(tiny, quantization="int8", progress=False)) is None
+    assert "does not use drafts by default" in str(ablation.reason_to_skip("speculation", llm))
     embedded = LLM("smollm2", progress=False, max_model_len=64, speculative_config=None)
-    assert ablation.why_not("speculation", embedded) is None
+    assert ablation.reason_to_skip("speculation", embedded) is None
 
 
 # ---- what benches share ------------------------------------------------------------------------
