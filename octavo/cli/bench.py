@@ -87,13 +87,17 @@ def batching(
         else:
             llm = load_llm(model, engine)
         progress.update(task, description="measuring", total=2 * (1 + repeat))
-        r = measure(llm, max_tokens, repeat, lambda: progress.advance(task))
+        result = measure(llm, max_tokens, repeat, lambda: progress.advance(task))
     parameters = parameter_count(llm.model)
-    r = {"model": model or "TinyLlama-1.1B shape, random weights", "parameters": parameters, **r}
+    result = {
+        "model": model or "TinyLlama-1.1B shape, random weights",
+        "parameters": parameters,
+        **result,
+    }
 
     say(
-        f"[bold]{r['model']}[/bold]: {short(parameters)} parameters, {r['dtype']} on "
-        f"{r['device']}, {r['threads']} threads"
+        f"[bold]{result['model']}[/bold]: {short(parameters)} parameters, {result['dtype']} on "
+        f"{result['device']}, {result['threads']} threads"
     )
     rows = []
     for name, key, unit in (
@@ -101,23 +105,23 @@ def batching(
         ("batched", "batched", " tok/s"),
         ("ratio", "", "x"),
     ):
-        speeds = r[f"{key}_tok_s"] if key else r["ratio"]
-        limit = r[f"limit_{key}_tok_s"] if key else r["requests"]
+        speeds = result[f"{key}_tok_s"] if key else result["ratio"]
+        limit = result[f"limit_{key}_tok_s"] if key else result["requests"]
         bounds = f"{speeds['min']:.2f} - {speeds['max']:.2f}"
         rows.append((name, f"{speeds['median']:.2f}{unit}", bounds, f"{limit:.2f}{unit}"))
-    title = f"{r['requests']} requests x {max_tokens} tokens"
+    title = f"{result['requests']} requests x {max_tokens} tokens"
     table(None, (title, "median", "min - max", "limit"), rows)
-    for reason in r["noise"]:
+    for reason in result["noise"]:
         say(f"[bold yellow]not reliable[/bold yellow]: {reason}")
-    same = "the same" if r["same_tokens"] else "[bold red]different[/bold red]"
+    same = "the same" if result["same_tokens"] else "[bold red]different[/bold red]"
     say(f"Both ways gave {same} tokens.")
-    step = in_bytes(r["step_bytes"])
-    speed = in_bytes(r["bandwidth_bytes_s"])
+    step = in_bytes(result["step_bytes"])
+    speed = in_bytes(result["bandwidth_bytes_s"])
     say(
         f"[dim]limit: a step reads {step} of weights; a copy runs at {speed}/s, "
-        f"so a step takes at least {r['limit_step_s'] * 1e3:.0f} ms[/dim]"
+        f"so a step takes at least {result['limit_step_s'] * 1e3:.0f} ms[/dim]"
     )
-    finish(r, output)
+    finish(result, output)
 
 
 ModelOrShape = Annotated[
@@ -181,21 +185,18 @@ def throughput(
 
         def advance() -> None:
             progress.advance(task)
-            progress.update(task, description=f"measuring {next(following)}")
+            progress.update(task, description=f"measuring {next(next_runs)}")
 
-        following = iter([*runs[1:], "nothing more"])
+        next_runs = iter([*runs[1:], "nothing more"])
         progress.update(task, description=f"measuring {runs[0]}", total=len(runs))
         for row in measure_rows(llm, names, repeat, advance):
             run.add_row(**row)
 
 
 def throughput_runs(names: list[str], repeat: int) -> list[str]:
-    """Return what the progress bar calls each run of the workloads."""
-    return [
-        f"{name}, {f'run {number} of {repeat}' if number else 'warm-up'}"
-        for name in names
-        for number in range(1 + repeat)
-    ]
+    """Return the descriptions of the runs for the progress bar."""
+    rounds = ["warm-up", *(f"run {number} of {repeat}" for number in range(1, 1 + repeat))]
+    return [f"{name}, {description}" for name in names for description in rounds]
 
 
 @app.command()
@@ -266,16 +267,16 @@ def tiers(
             num_gpu_blocks_override=engine.num_gpu_blocks_override or blocks,
         )
         task = progress.add_task("measuring", total=4 * repeat)
-        r = measure(
+        result = measure(
             lambda: load_shape(engine, model),
             Path(directory),
             tokens,
             repeat,
             lambda: progress.advance(task),
         )
-    r = {"model": model or EMBEDDED, **r}
-    show_tiers(r, tokens)
-    finish(r, output)
+    result = {"model": model or EMBEDDED, **result}
+    show_tiers(result, tokens)
+    finish(result, output)
 
 
 TIER_NAMES = {
@@ -287,55 +288,58 @@ TIER_NAMES = {
 }
 
 
-def show_tiers(r: dict[str, Any], tokens: int) -> None:
-    speeds = {"host": r["load_bytes_s"], "disk": r["disk_bytes_s"], "paged": r["paged_bytes_s"]}
-    chosen = {key: "yes" if r[f"chooses_{key}"] else "no" for key in ("host", "disk")}
+def show_tiers(result: dict[str, Any], tokens: int) -> None:
+    speeds = {
+        "host": result["load_bytes_s"],
+        "disk": result["disk_bytes_s"],
+        "paged": result["paged_bytes_s"],
+    }
+    chosen = {key: "yes" if result[f"chooses_{key}"] else "no" for key in ("host", "disk")}
     rows = []
     for key, name in TIER_NAMES.items():
-        ttft = r[f"{key}_ttft_s"]
+        ttft = result[f"{key}_ttft_s"]
         bounds = f"{ttft['min'] * 1e3:.1f} - {ttft['max'] * 1e3:.1f}"
         row = [name, f"{ttft['median'] * 1e3:.1f} ms", bounds]
         if key in speeds:
-            speedup = f"{r[f'{key}_ratio']['median']:.1f}x"
+            speedup = f"{result[f'{key}_ratio']['median']:.1f}x"
             row += [speedup, f"{in_bytes(int(speeds[key]))}/s", chosen.get(key, "")]
         rows.append(row)
     title = f"{tokens:,} tokens, first token after"
     columns = (title, "median", "min - max", "speedup", "rate", "chosen by the engine")
     table(None, columns, rows)
-    link = f"{r['of_link']:.0%} of the link's {in_bytes(int(r['link_bytes_s']))}/s"
+    link = f"{result['of_link']:.0%} of the link's {in_bytes(int(result['link_bytes_s']))}/s"
     say(
-        f"[dim]{in_bytes(r['load_bytes'])} loaded at {link}; "
-        f"{r['disk_records']} records on disk[/dim]"
+        f"[dim]{in_bytes(result['load_bytes'])} loaded at {link}; "
+        f"{result['disk_records']} records on disk[/dim]"
     )
     parts = ("until planned", "disk read", "until computed", "load", "compute", "the rest")
     rows = [
         [TIER_NAMES[key], *(f"{seconds * 1e3:.1f}" for seconds in seconds_by_part.values())]
-        for key, seconds_by_part in r["parts_s"].items()
+        for key, seconds_by_part in result["parts_s"].items()
     ]
     table(None, ("parts of the time, in ms", *parts), rows)
     for key in ("disk", "paged"):
-        loaded = r["loaded_while_reading"][key]
-        busy = r["busy_readers"][key]
+        loaded = result["loaded_while_reading"][key]
+        busy = result["busy_readers"][key]
         say(
             f"[dim]{TIER_NAMES[key]}: {busy:.1f} reader threads busy on average, "
             f"{loaded} blocks loaded while others were read[/dim]"
         )
     alone = ", ".join(
-        f"{threads}: {in_bytes(int(rate))}/s" for threads, rate in r["read_alone_bytes_s"].items()
+        f"{threads}: {in_bytes(int(rate))}/s"
+        for threads, rate in result["read_alone_bytes_s"].items()
     )
     say(f"[dim]records in the system's cache, by threads that only read and check: {alone}[/dim]")
-    same = "the same" if r["same_tokens"] else "[bold red]different[/bold red]"
+    same = "the same" if result["same_tokens"] else "[bold red]different[/bold red]"
     say(f"All tiers gave {same} tokens.")
 
 
 def _kind(device: str) -> str:
     import torch
 
-    return (
-        ("cuda" if torch.cuda.is_available() else "cpu")
-        if device == "auto"
-        else device.partition(":")[0]
-    )
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device.partition(":")[0]
 
 
 QUANT = bench_options(
@@ -468,9 +472,7 @@ def attention(
         raise InvalidRequest(
             f"this machine has no device {device!r}: use auto, cpu or, with a GPU, cuda", "device"
         )
-    where = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    )
+    torch_device = torch.device(_kind(device))
     chosen = (
         tuple(AttentionShape(*map(size, part.split("x"))) for part in shapes.split(","))
         if shapes
@@ -478,7 +480,9 @@ def attention(
     )
     with Steps() as progress:
         task = progress.add_task("measuring", total=None)
-        r = measure(where, heads, kv_heads, dim, chosen, repeat, lambda: progress.advance(task))
+        result = measure(
+            torch_device, heads, kv_heads, dim, chosen, repeat, lambda: progress.advance(task)
+        )
     columns = (
         *("sequences", "tokens", "KV", "bytes read", "us"),
         *("min - max", "GB/s", "of a copy", "speedup"),
@@ -495,14 +499,14 @@ def attention(
             f"{row['of_copy']:.0%}",
             f"{row['speedup']:.2f}",
         )
-        for row in r["rows"]
+        for row in result["rows"]
     ]
     table(None, columns, cells, left=())
     say(
-        f"[dim]{where.type}: {heads} query heads, {kv_heads} KV heads of {dim}; "
-        f"a copy moves {r['copy_bytes_s'] / 1e9:,.0f} GB/s, both ways together[/dim]"
+        f"[dim]{torch_device.type}: {heads} query heads, {kv_heads} KV heads of {dim}; "
+        f"a copy moves {result['copy_bytes_s'] / 1e9:,.0f} GB/s, both ways together[/dim]"
     )
-    finish({"bench": "attention", **r}, output)
+    finish({"bench": "attention", **result}, output)
 
 
 @app.command()
@@ -553,17 +557,17 @@ def linear(
     )
     cells = [
         (
-            r["product"],
-            str(r["outputs"]),
-            str(r["inputs"]),
-            str(r["rows"]),
-            r["format"],
-            f"{r['us']:.1f}",
-            f"{r['gb_s']:.0f}",
-            f"{r['tflop_s']:.1f}",
-            f"{r['ratio']:.2f}x",
+            record["product"],
+            str(record["outputs"]),
+            str(record["inputs"]),
+            str(record["rows"]),
+            record["format"],
+            f"{record['us']:.1f}",
+            f"{record['gb_s']:.0f}",
+            f"{record['tflop_s']:.1f}",
+            f"{record['ratio']:.2f}x",
         )
-        for r in sorted(records, key=lambda r: (r["rows"], -r["times"]))
+        for record in sorted(records, key=lambda record: (record["rows"], -record["times"]))
     ]
     table(None, columns, cells, left=(0, 4))
     steps = bench.step_ratios(records)

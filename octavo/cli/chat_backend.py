@@ -1,4 +1,4 @@
-"""The model of a conversation: here in this process, in remote_backend.py behind a server.
+"""Backends of `octavo chat`: a model in this process, or a model on a server (remote_backend.py).
 
 This module must not import torch at the top, because `octavo chat --url` works without torch. It
 prints nothing.
@@ -31,7 +31,7 @@ class Prompt:
 
 
 class Piece(NamedTuple):
-    """A piece of a reply, with the counts of the whole reply so far."""
+    """A piece of a reply, with the counts of the reply up to and including this piece."""
 
     text: str
     generated_tokens: int
@@ -73,7 +73,7 @@ class LocalBackend:
         )
 
     def pieces(self, prompt: Prompt, sampling: SamplingOptions) -> Iterator[Piece]:
-        """Yield a reply. `stop` ends it, also between two steps of a long prompt."""
+        """Yield a reply. `stop` ends the reply, even between two steps of a long prompt."""
         llm = self.llm
         counters = self.llm.engine.scheduler.counters
         remaining = self.context - len(prompt)

@@ -1,7 +1,6 @@
 """The table of subcommands, and the application that typer makes of it.
 
-A module is imported when its command runs: all of them together take half a second, which a user
-would wait for before anything happens.
+A module is imported when its command runs, because importing all modules takes half a second.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from octavo.cli.plain_help import Application
 
 
 class CommandEntry(NamedTuple):
-    """Where a command is."""
+    """The location of a command, and its panel in the help text."""
 
     module: str  # in octavo.cli
     function: str

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from octavo.core.trace import TraceEntry
     from octavo.llm import LLM
 
-# Short prompts with long replies, long prompts with short replies, and both. Otherwise the number
-# of sequences and the KV that they read would always rise together.
+# Short prompts with long replies, long prompts with short replies, and both. With one kind of trace
+# the number of sequences and the KV that they read would always rise together.
 CALIBRATION_TRACES = (
     "poisson:rate=8,n=24,prompt=4-16,output=32-128,seed=1",
     "poisson:rate=2,n=16,prompt=300-800,output=8-64,seed=2",
@@ -149,9 +149,9 @@ def simulate(
     result: dict[str, Any] = {"simulate": trace, "costs": asdict(step_costs), "results": results}
     if verify is not None:
         mode = schedules[0].batching
-        given_options = {"max_batch": max_batch, "window_ms": window_ms, "target_ms": target_ms}
+        batching_options = {"max_batch": max_batch, "window_ms": window_ms, "target_ms": target_ms}
         mode_options: dict[str, Any] = {
-            name: value for name, value in given_options.items() if mode in MODES_OF_OPTION[name]
+            name: value for name, value in batching_options.items() if mode in MODES_OF_OPTION[name]
         }
         engine = replace(
             engine,
@@ -218,8 +218,8 @@ def read_costs(path: Path) -> Costs:
         return Costs(**{name: float(values[name]) for name in FEATURES})
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidRequest(
-            f"{path} was not written by `octavo simulate --calibrate` ({error!r}): give a file "
-            "that was",
+            f"{path} was not written by `octavo simulate --calibrate` ({error!r}): write one with "
+            "--calibrate MODEL --out FILE",
             "costs",
         ) from None
 
@@ -234,8 +234,8 @@ def _calibrate(
     from octavo.bench.calibrate import errors, fit, record
     from octavo.core.trace import read
 
-    record(llm, traces[-1][:8])  # compiles, captures and allocates
-    # The traces run before and after the other one, so that slow drift of the machine cancels out.
+    record(llm, traces[-1][:8])  # warm-up: compiles kernels, captures graphs, allocates memory
+    # The traces run before and after CHECK_TRACE, so that slow drift of the machine cancels out.
     steps = [step for trace in traces for step in record(llm, trace)[0]]
     other_steps = record(llm, read(CHECK_TRACE))[0]
     steps += [step for trace in traces for step in record(llm, trace)[0]]
