@@ -439,6 +439,7 @@ def operator_choice(options: EngineOptions) -> OperatorChoice:
         fused_kernels=options.fused_kernels,
         fused_decoder=options.fused_decoder,
         deterministic=options.deterministic,
+        cascade_attention=options.cascade_attention,
     )
 
 

@@ -512,6 +512,15 @@ class EngineOptions:
             "Kernels",
         ),
     ] = False
+    cascade_attention: Annotated[
+        bool,
+        Option(
+            "Read a prefix that decoding sequences share once per step (docs/gpu.md). This needs a "
+            "GPU, and no GPU has measured it yet.",
+            "Kernels",
+            aliases=("--no-disable-cascade-attn",),
+        ),
+    ] = False
     scheduling_policy: Annotated[
         str,
         Option(
@@ -720,6 +729,12 @@ class EngineOptions:
                 raise InvalidRequest(
                     f"{name} does not work with {off}: leave out one of them", name
                 )
+        if self.cascade_attention and self.attention_backend not in ("auto", "triton"):
+            raise InvalidRequest(
+                f"cascade_attention does not work with attention_backend {self.attention_backend}: "
+                "leave out one of them",
+                "cascade_attention",
+            )
         if not self.kv_cache and (self.depth or 1) > 1:
             raise InvalidRequest(
                 "depth must be 1 with kv_cache=False: each step needs all tokens of its sequences",
@@ -731,6 +746,10 @@ class EngineOptions:
         reasons = {
             "attention_backend": (self.attention_backend != "auto", "has one kernel of its own"),
             "fused_kernels": (not self.fused_kernels, "needs the fused kernels"),
+            "cascade_attention": (
+                self.cascade_attention,
+                "adds the keys of a prefix in one order, whether or not other sequences share it",
+            ),
             "kv_eviction": (self.kv_eviction != "none", "needs KV that is kept whole"),
             "tensor_parallel_size": (
                 self.tensor_parallel_size > 1,
@@ -794,6 +813,7 @@ LOADING_OPTIONS = frozenset(
         "fused_decoder",
         "fused_kernels",
         "deterministic",
+        "cascade_attention",
     }
 )
 
@@ -845,6 +865,7 @@ class EngineKeywords(TypedDict, total=False):
     fused_decoder: bool
     fused_kernels: bool
     deterministic: bool
+    cascade_attention: bool
     scheduling_policy: str
     batching: str
     max_batch: int
@@ -863,14 +884,18 @@ class EngineKeywords(TypedDict, total=False):
 
 def from_keywords(keywords: dict[str, Any]) -> EngineOptions:
     """Return the options among the keyword arguments of LLM. The others must be vLLM's options
-    with values that have no effect here. None stands for the default."""
+    with values that turn on an option of Octavo's, or that have no effect here. None stands for the
+    default."""
     declared = option_declarations(EngineOptions)
     given: dict[str, Any] = {}
+    turned_on: dict[str, bool] = {}
     unused: list[str] = []
     unknown: list[str] = []
     for name, value in keywords.items():
         if name in declared:
             given[name] = value
+        elif vllm_options.turns_on(name, value):
+            turned_on[vllm_options.OTHER_NAMES[name].option] = True
         elif name in vllm_options.DEFAULTS:
             vllm_options.check_vllm_option(name, value)
             unused.append(name)
@@ -882,4 +907,5 @@ def from_keywords(keywords: dict[str, Any]) -> EngineOptions:
         )
     if unused:
         log.debug("options without effect here: %s", ", ".join(sorted(unused)))
+    given |= turned_on
     return EngineOptions(**{name: value for name, value in given.items() if value is not None})

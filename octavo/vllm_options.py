@@ -41,7 +41,6 @@ NO_EFFECT: dict[str, Any] = {
     "prefix_caching_hash_algo": "sha256",
     "prefix_cache_retention_interval": None,
     "prefix_match_unit": None,
-    "disable_cascade_attn": True,
     "kv_sharing_fast_prefill": False,
     "enable_cumem_allocator": False,
     "compilation_config": None,
@@ -96,6 +95,16 @@ NO_EFFECT: dict[str, Any] = {
     "enable_trace_replay": False,  # Octavo replays tokens without it.
     "additional_config": {},
 }
+
+
+class OtherName(NamedTuple):
+    """A switch that Octavo has under another name."""
+
+    default: bool  # vLLM's default, which asks for nothing
+    option: str  # the option of Octavo's that the other value turns on
+
+
+OTHER_NAMES = {"disable_cascade_attn": OtherName(default=True, option="cascade_attention")}
 
 
 class RefusedOptions(NamedTuple):
@@ -357,7 +366,9 @@ def defaults_of(groups: tuple[RefusedOptions, ...]) -> dict[str, Any]:
 
 
 ADVICE = advice_of(REFUSED)
-DEFAULTS: dict[str, Any] = NO_EFFECT | defaults_of(REFUSED)
+DEFAULTS: dict[str, Any] = (
+    NO_EFFECT | {name: other.default for name, other in OTHER_NAMES.items()} | defaults_of(REFUSED)
+)
 SERVER_ADVICE = ADVICE | advice_of(SERVER_REFUSED)
 SERVER_DEFAULTS = DEFAULTS | SERVER_NO_EFFECT | defaults_of(SERVER_REFUSED)
 # Other values that ask for nothing more than the default.
@@ -369,6 +380,11 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     # The marks of the styles qwen3 and deepseek_r1. A style of --reasoning-parser has its marks.
     "reasoning_config": ({"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},),
 }
+
+
+def turns_on(name: str, value: Any) -> bool:
+    """Return whether a value of a vLLM option turns on an option of OTHER_NAMES. None does not."""
+    return name in OTHER_NAMES and value is not None and value != OTHER_NAMES[name].default
 
 
 def is_neutral(name: str, value: Any) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from octavo.engine_options import EngineKeywords, EngineOptions, from_keywords
 from octavo.errors import InvalidRequest
 from octavo.option_declaration import option_declarations
-from octavo.vllm_options import ADVICE, DEFAULTS, NO_EFFECT
+from octavo.vllm_options import ADVICE, DEFAULTS, NO_EFFECT, OTHER_NAMES
 
 
 def members(hint: Any) -> set[Any]:
@@ -112,7 +112,19 @@ def test_every_option_of_vllm_is_accepted_at_its_default(caplog: pytest.LogCaptu
         assert from_keywords({**DEFAULTS, "depth": 2}) == EngineOptions(depth=2)
     assert "options without effect here:" in caplog.text
     assert not DEFAULTS.keys() & option_declarations(EngineOptions).keys()
-    assert not NO_EFFECT.keys() & ADVICE.keys()
+    assert not NO_EFFECT.keys() & (ADVICE.keys() | OTHER_NAMES.keys())
+
+
+def test_a_switch_of_vllm_turns_on_the_option_that_octavo_has_for_it() -> None:
+    for name, other in OTHER_NAMES.items():
+        assert (
+            from_keywords({name: other.default}) == from_keywords({name: None}) == EngineOptions()
+        )
+        asked = EngineOptions(**{other.option: True})
+        assert from_keywords({name: not other.default}) == asked
+        # EngineArgs passes Octavo's own option too, with its default.
+        assert from_keywords({name: not other.default, other.option: False}) == asked
+        assert from_keywords({name: other.default, other.option: True}) == asked
 
 
 def test_marks_of_reasoning_are_accepted_if_they_are_the_usual_ones() -> None:

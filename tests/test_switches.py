@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
+from octavo.assemble import operator_choice
 from octavo.engine_options import EngineOptions
 from octavo.errors import InvalidRequest
 from octavo.events import StepPlanned
@@ -144,6 +145,14 @@ def test_a_contiguous_sequence_reserves_its_blocks_when_it_starts() -> None:
         ),
         (dict(kv_cache=False, depth=2), "depth must be 1 with kv_cache=False"),
         (dict(attention_backend="flash"), "must be one of auto, reference, cpu, triton"),
+        (
+            dict(cascade_attention=True, attention_backend="reference"),
+            "cascade_attention does not work with attention_backend reference",
+        ),
+        (
+            dict(cascade_attention=True, deterministic=True),
+            "deterministic does not work with cascade_attention True: .* Leave out one of them",
+        ),
     ],
 )
 def test_options_that_contradict_a_switch_are_refused(options: dict[str, Any], says: str) -> None:
@@ -162,6 +171,21 @@ def test_options_that_contradict_a_switch_are_refused(options: dict[str, Any], s
 def test_a_backend_that_cannot_run_is_refused_by_name(name: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         select("cpu", OperatorChoice(attention=name))
+
+
+def test_cascade_attention_needs_a_gpu() -> None:
+    with pytest.raises(InvalidRequest, match="cascade_attention needs an NVIDIA GPU"):
+        make(cascade_attention=True, device="cpu")
+
+
+def test_cascade_attention_is_off_unless_it_is_asked_for() -> None:
+    pytest.importorskip("triton")
+    assert not select("cuda").cascade_attention  # type: ignore[attr-defined]
+    for choice in (OperatorChoice(), OperatorChoice(attention="triton", fused_decoder=False)):
+        chosen = select("cuda", choice._replace(cascade_attention=True))
+        assert chosen.attention.__self__.cascade_attention  # type: ignore[attr-defined]
+    assert operator_choice(EngineOptions(cascade_attention=True)).cascade_attention
+    assert not operator_choice(EngineOptions()).cascade_attention
 
 
 def test_a_backend_of_vllm_means_the_default() -> None:

@@ -72,6 +72,7 @@ class OperatorChoice(NamedTuple):
     fused_kernels: bool = True
     fused_decoder: bool = True
     deterministic: bool = False  # the bits of a row do not depend on the other rows of its step
+    cascade_attention: bool = False  # a prefix that decoding rows of a step share is read once
 
 
 FASTEST = OperatorChoice()
@@ -79,7 +80,11 @@ FASTEST = OperatorChoice()
 
 def select(device: str, choice: OperatorChoice = FASTEST) -> Ops:
     """Return the operators for a device. Raises InvalidRequest for a backend that cannot run."""
-    base = invariant_backend(device) if choice.deterministic else device_backend(device)
+    base = (
+        invariant_backend(device)
+        if choice.deterministic
+        else device_backend(device, choice.cascade_attention)
+    )
     attention = base if choice.attention == "auto" else find_attention(choice.attention, device)
     if attention.name == base.name:
         attention = base
@@ -88,8 +93,13 @@ def select(device: str, choice: OperatorChoice = FASTEST) -> Ops:
     return cast("Ops", ComposedOps(base, attention, choice.fused_kernels))
 
 
-def device_backend(device: str) -> Ops:
-    """Return the fastest backend for a device."""
+def device_backend(device: str, cascade_attention: bool = False) -> Ops:
+    """Return the fastest backend for a device, with cascade attention or without it."""
+    if cascade_attention and device == "cpu":
+        raise InvalidRequest(
+            "cascade_attention needs an NVIDIA GPU, but the device is cpu: leave it out",
+            "cascade_attention",
+        )
     if device == "cpu":
         from octavo.ops.cpu import CpuOps
 
@@ -97,8 +107,14 @@ def device_backend(device: str) -> Ops:
     try:
         from octavo.ops.triton import TritonOps
 
-        return TritonOps()
+        return TritonOps(cascade_attention)
     except ImportError as missing:
+        if cascade_attention:
+            raise InvalidRequest(
+                f"cascade_attention needs Triton, and it cannot be used here ({missing}): install "
+                "triton, or leave cascade_attention out",
+                "cascade_attention",
+            ) from None
         log.warning("Triton cannot be used (%s): plain PyTorch is several times slower", missing)
         return ReferenceOps()
 

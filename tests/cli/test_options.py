@@ -136,6 +136,7 @@ OTHER_VALUES: dict[str, tuple[str | None, object]] = {
     "fused_decoder": (None, False),
     "fused_kernels": (None, False),
     "deterministic": (None, True),
+    "cascade_attention": (None, True),
     "scheduling_policy": ("fair", "fair"),
     "batching": ("static", "static"),
     "max_batch": ("4", 4),

@@ -49,6 +49,32 @@ def test_every_product_compiles_for_hopper() -> None:
 
 
 @pytest.mark.slow
+def test_cascade_attention_compiles_for_hopper() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.compile_attention"]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr[-2000:]
+    lines = [json.loads(line) for line in found.stdout.splitlines()]
+    assert {(line["kernel"], line["cascade"]) for line in lines} == {
+        ("decode_kernel", False),
+        ("decode_kernel", True),
+        ("join_kernel", False),
+        ("join_kernel", True),
+        ("order_kernel", True),
+        ("measure_kernel", True),
+        ("prefix_kernel", True),
+    }
+    assert [line for line in lines if line["shared"] > SHARED] == []
+    prefixes = [line for line in lines if line["kernel"] == "prefix_kernel"]
+    assert all(line["wgmma"] > 0 for line in prefixes)
+    # Two programs fit a multiprocessor, as PREFIX_PROGRAMS assumes.
+    assert all(2 * line["shared"] < SHARED for line in prefixes if line["dim"] == 128)
+    # With compressed KV and heads of 256, some registers are spilled.
+    fitting = [line for line in prefixes if line["dim"] == 128 or "bfloat16" in line["kv"]]
+    assert [line["complaints"] for line in fitting if line["complaints"]] == []
+
+
+@pytest.mark.slow
 def test_batch_invariant_kernels_compile_for_hopper() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.ops.compile_invariant"]

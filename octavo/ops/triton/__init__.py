@@ -23,6 +23,9 @@ class TritonOps(ReferenceOps):
     name = "triton"
     capturable = True
 
+    def __init__(self, cascade_attention: bool = False):
+        self.cascade_attention = cascade_attention
+
     def pack(self, weight: Any) -> Any:
         if isinstance(weight, JoinedWeight):
             return JoinedWeight(self.pack(part) for part in weight.parts)
@@ -112,7 +115,9 @@ class TritonOps(ReferenceOps):
     def attention(
         self, query: Tensor, kv_cache: KV, batch: ForwardBatch, scale: float, window: int = 0
     ) -> Tensor:
-        return attention_kernels.attention(query, kv_cache, batch, scale, window)
+        return attention_kernels.attention(
+            query, kv_cache, batch, scale, window, self.cascade_attention
+        )
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """Return the dtypes that KV may have.

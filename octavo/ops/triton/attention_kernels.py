@@ -12,12 +12,15 @@ into its score, the scale of a value into its probability.
     prefill   One program for each (tile of query tokens, key head), the longest context first. The
               kernel is bound by matrix products. A few tokens after a long context, as after a
               prefix cache hit, are too few programs, so they are split like decoding sequences.
+    prefix    Cascade attention, an option: the decoding sequences that share a prefix
+              (shared_prefixes.py) are the rows of one tile, which reads the prefix once. The decode
+              kernel then reads the rest of each sequence and adds the result of the prefix.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,9 +29,10 @@ from torch import Tensor
 
 from octavo.ops import ForwardBatch
 from octavo.ops.kv import KV, LARGEST, QuantKV
-from octavo.ops.triton import kv_codes
+from octavo.ops.triton import kv_codes, shared_prefixes
 from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inputs
 from octavo.ops.triton.fused_kernels import arguments
+from octavo.ops.triton.shared_prefixes import PrefixTiles
 
 LOG2E = 1.4426950408889634
 # Bytes of shared memory for tiles. A program may use 227 KiB on Hopper and 99 KiB on small Ampere
@@ -55,8 +59,35 @@ BESIDE = 32
 FEW = 64
 LONG = 1024
 SPLITS = 8
+# Rows of a tile of prefix_kernel, the least number of tiles of keys in a split, and the number of
+# programs that occupies the device.
+PREFIX_ROWS = 64
+PREFIX_MIN_TILES = tl.constexpr(4)
+PREFIX_PROGRAMS = 2 * 132
+# Cascade attention is used if it saves a layer this many bytes of reading: what an H200 reads from
+# its L2 cache in about 10 us, the least time of prefix_kernel. This is an estimate
+# (docs/decisions/0019-cascade-attention.md), as are the three numbers above.
+PREFIX_BYTES = 75e6
+# The least number of decoding sequences among which shared prefixes are searched.
+PREFIX_SEQUENCES = 8
 # The constants that join_kernel shares with the kernel before it.
 JOINED = ("NUM_HEADS", "HEAD_DIM", "HEAD_DIM_PADDED", "TILE_KEYS", "MIN_TILES", "WINDOW")
+
+
+class PrefixParts(NamedTuple):
+    """The results of prefix_kernel. None: there is no cascade attention."""
+
+    lengths: Tensor | None = None  # [S] int32, the lengths of prefixes
+    partial: Tensor | None = None  # [S, Hq, splits, D] accumulators
+    maxima: Tensor | None = None  # [S, Hq, splits]
+    sums: Tensor | None = None  # [S, Hq, splits]
+
+    @property
+    def splits(self) -> int:
+        return 0 if self.partial is None else self.partial.shape[2]
+
+
+WITHOUT_PREFIXES = PrefixParts()
 
 
 @triton.jit
@@ -395,6 +426,10 @@ def decode_kernel(
     partial_ptr,
     partial_max_ptr,
     partial_sum_ptr,
+    prefix_lens_ptr,
+    prefix_ptr,
+    prefix_max_ptr,
+    prefix_sum_ptr,
     softmax_scale,
     stride_block,
     stride_kind,
@@ -418,10 +453,13 @@ def decode_kernel(
     LARGEST_CODE: tl.constexpr,
     READ_WORDS: tl.constexpr,
     BESIDE_PREFILL: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr,
 ):
     """Compute attention for sequences with one query token each.
 
     NUM_SPLITS is the largest number of splits. The programs of surplus splits end at once.
+    PREFIX_SPLITS is the NUM_SPLITS of prefix_kernel, or 0 without cascade attention. Cascade
+    attention has no window.
     BESIDE_PREFILL means that the kernel before is prefill_kernel with LAUNCH_EARLY: the inputs are
     ready, and this kernel waits at its end until that one has finished.
     """
@@ -432,11 +470,16 @@ def decode_kernel(
     head = tl.program_id(1)
     split = tl.program_id(2)
     sequence_length = tl.load(seq_lens_ptr + sequence)
+    # The splits divide what follows the prefix: one position or more, so the first is never empty.
+    prefix_length = 0
+    if PREFIX_SPLITS > 0:
+        prefix_length = tl.load(prefix_lens_ptr + sequence)
     first_tile, num_tiles, splits = _divide(
-        sequence_length, TILE_KEYS, NUM_SPLITS, MIN_TILES, WINDOW
+        sequence_length - prefix_length, TILE_KEYS, NUM_SPLITS, MIN_TILES, WINDOW
     )
     if split >= splits:
         return
+    first_tile += prefix_length // TILE_KEYS
     tiles_per_split = tl.cdiv(num_tiles, splits)
     key_begin = (first_tile + split * tiles_per_split) * TILE_KEYS
     key_end = tl.minimum(key_begin + tiles_per_split * TILE_KEYS, sequence_length)
@@ -604,6 +647,24 @@ def decode_kernel(
         )
     if LARGEST_CODE > 0:
         accumulator *= 1.0 / LARGEST_CODE
+    if PREFIX_SPLITS > 0:
+        _, prefix_tiles, prefix_splits = _divide(
+            prefix_length, TILE_KEYS, PREFIX_SPLITS, PREFIX_MIN_TILES, 0
+        )
+        # One program adds all parts of the prefix. Without a prefix there are none.
+        num_parts = tl.where(split == 0, tl.minimum(prefix_splits, prefix_tiles), 0)
+        for part in range(num_parts):
+            running_max, running_sum, accumulator = _add_part(
+                prefix_ptr,
+                prefix_max_ptr,
+                prefix_sum_ptr,
+                rows * PREFIX_SPLITS + part,
+                running_max,
+                running_sum,
+                accumulator,
+                group_heads < GROUP_SIZE,
+                HEAD_DIM,
+            )
     if splits == 1:
         tl.store(
             output_ptr + rows[:, None] * HEAD_DIM + dim_offsets[None, :],
@@ -660,7 +721,7 @@ def _keep(
     in_range,
     HEAD_DIM: tl.constexpr,
 ):
-    """Store the partial result of a split, for join_kernel."""
+    """Store the partial result of a split, for join_kernel or _add_part."""
     dim_offsets = tl.arange(0, accumulator.shape[1])
     tl.store(
         partial_ptr + partial_rows[:, None] * HEAD_DIM + dim_offsets[None, :],
@@ -671,12 +732,41 @@ def _keep(
     tl.store(partial_sum_ptr + partial_rows, running_sum, mask=in_range)
 
 
+@triton.jit
+def _add_part(
+    partial_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    partial_rows,
+    running_max,
+    running_sum,
+    accumulator,
+    in_range,
+    HEAD_DIM: tl.constexpr,
+):
+    """Add a partial result that _keep has stored. No running maximum may be -inf."""
+    dim_offsets = tl.arange(0, accumulator.shape[1])
+    part_max = tl.load(partial_max_ptr + partial_rows, mask=in_range, other=-float("inf"))
+    part_sum = tl.load(partial_sum_ptr + partial_rows, mask=in_range, other=0.0)
+    part = tl.load(
+        partial_ptr + partial_rows[:, None] * HEAD_DIM + dim_offsets[None, :],
+        mask=in_range[:, None] & (dim_offsets[None, :] < HEAD_DIM),
+        other=0.0,
+    )
+    new_max = tl.maximum(running_max, part_max)
+    rescale = tl.exp2(running_max - new_max)
+    weight = tl.exp2(part_max - new_max)
+    accumulator = accumulator * rescale[:, None] + part * weight[:, None]
+    return new_max, running_sum * rescale + part_sum * weight, accumulator
+
+
 @triton.jit(do_not_specialize_on_alignment=["seq_lens_ptr"])
 def join_kernel(
     partial_ptr,
     partial_max_ptr,
     partial_sum_ptr,
     seq_lens_ptr,
+    prefix_lens_ptr,
     output_ptr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -690,15 +780,17 @@ def join_kernel(
     """Join the results of all splits. There is one program for each query head.
 
     An empty split has the maximum -inf and thus the weight 0. With MIN_TILES the splits are those
-    of decode_kernel, and a sequence with a single split has its output already.
+    of decode_kernel, and a sequence with a single split has its output already. prefix_lens_ptr is
+    None without cascade attention.
     """
     start_next()
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     if MIN_TILES > 0:
-        _, _, splits = _divide(
-            tl.load(seq_lens_ptr + row // NUM_HEADS), TILE_KEYS, NUM_SPLITS, MIN_TILES, WINDOW
-        )
+        length = tl.load(seq_lens_ptr + row // NUM_HEADS)
+        if prefix_lens_ptr is not None:
+            length -= tl.load(prefix_lens_ptr + row // NUM_HEADS)
+        _, _, splits = _divide(length, TILE_KEYS, NUM_SPLITS, MIN_TILES, WINDOW)
     else:
         splits = NUM_SPLITS
     if splits == 1:
@@ -730,6 +822,121 @@ def join_kernel(
         output_ptr + row * HEAD_DIM + dim_offsets,
         tl.sum(split_accumulator * weight[:, None], 0) / running_sum,
         mask=dim_offsets < HEAD_DIM,
+    )
+
+
+@triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=LISTS)
+def prefix_kernel(
+    query_ptr,
+    kv_ptr,
+    scales_ptr,
+    block_table_ptr,
+    table_rows_ptr,
+    order_ptr,
+    prefix_lens_ptr,
+    partial_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    softmax_scale,
+    num_sequences,
+    stride_block,
+    stride_kind,
+    stride_head,
+    stride_token,
+    stride_scale_block,
+    stride_scale_kind,
+    stride_scale_head,
+    stride_table,
+    NUM_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+):
+    """Compute attention of one token of each of several sequences to the prefix that they share.
+
+    There is one program for each tile of sequences, key head and split of the prefix. Sequences of
+    a tile that do not share its prefix are rows of zeros, and have no result.
+    """
+    start_next()
+    wait_for_inputs()
+    SEQUENCES: tl.constexpr = TILE_ROWS // GROUP_PADDED
+    first = tl.program_id(0) * SEQUENCES
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    leader = shared_prefixes.leader_of(order_ptr, first, num_sequences, SEQUENCES)
+    prefix_length = tl.load(prefix_lens_ptr + leader)
+    _, num_tiles, splits = _divide(prefix_length, TILE_KEYS, NUM_SPLITS, PREFIX_MIN_TILES, 0)
+    if split >= tl.minimum(splits, num_tiles):
+        return
+    keys_per_split = tl.cdiv(num_tiles, splits) * TILE_KEYS
+    key_begin = split * keys_per_split
+    key_end = tl.minimum(key_begin + keys_per_split, prefix_length)
+    row_offsets = tl.arange(0, TILE_ROWS)
+    dim_offsets = tl.arange(0, HEAD_DIM_PADDED)
+    places = first + row_offsets // GROUP_PADDED
+    group_head = row_offsets % GROUP_PADDED
+    in_range = (places < num_sequences) & (group_head < GROUP_SIZE)
+    sequences = tl.load(order_ptr + places, mask=in_range, other=0).to(tl.int64)
+    in_range = in_range & (tl.load(prefix_lens_ptr + sequences, mask=in_range, other=0) > 0)
+    rows = sequences * NUM_HEADS + head * GROUP_SIZE + group_head
+    queries = tl.load(
+        query_ptr + rows[:, None] * HEAD_DIM + dim_offsets[None, :],
+        mask=in_range[:, None] & (dim_offsets[None, :] < HEAD_DIM),
+        other=0.0,
+    )
+    row_scale = softmax_scale
+    key_scale_ptr = scales_ptr
+    value_scale_ptr = scales_ptr
+    if LARGEST_CODE > 0:
+        queries, row_scale = kv_codes.queries(queries, softmax_scale)
+        key_scale_ptr += head * stride_scale_head
+        value_scale_ptr = key_scale_ptr + stride_scale_kind
+    running_max, running_sum, accumulator = _attend(
+        queries,
+        kv_ptr + head * stride_head,
+        kv_ptr + head * stride_head + stride_kind,
+        key_scale_ptr,
+        value_scale_ptr,
+        block_table_ptr + tl.load(table_rows_ptr + leader).to(tl.int64) * stride_table,
+        key_begin,
+        key_end,
+        row_offsets,  # They are not used: every row sees all keys.
+        tl.full([TILE_ROWS], -float("inf"), tl.float32),
+        tl.zeros([TILE_ROWS], tl.float32),
+        tl.zeros([TILE_ROWS, HEAD_DIM_PADDED], tl.float32),
+        row_scale,
+        stride_block,
+        stride_token,
+        stride_scale_block,
+        HEAD_DIM,
+        HEAD_DIM_PADDED,
+        BLOCK_SIZE,
+        TILE_KEYS,
+        0,
+        False,
+        False,
+        PRECISION,
+        LARGEST_CODE,
+    )
+    if LARGEST_CODE > 0:
+        accumulator *= 1.0 / LARGEST_CODE
+    _keep(
+        partial_ptr,
+        partial_max_ptr,
+        partial_sum_ptr,
+        rows * NUM_SPLITS + split,
+        running_max,
+        running_sum,
+        accumulator,
+        in_range,
+        HEAD_DIM,
     )
 
 
@@ -932,23 +1139,42 @@ def prefill_kernel(
 
 
 def attention(
-    query: Tensor, kv_cache: KV, batch: ForwardBatch, scale: float, window: int
+    query: Tensor,
+    kv_cache: KV,
+    batch: ForwardBatch,
+    scale: float,
+    window: int,
+    cascade: bool = False,
 ) -> Tensor:
     """Implement Ops.attention.
 
     A batch has decoding sequences with one token each first; the other items are prefill. If it has
     both, prefill starts first and decode uses the remaining resources, because prefill is bound by
-    computing and decode by memory.
+    computing and decode by memory. With `cascade`, prefixes that decoding sequences share are
+    computed before both.
     """
     output = torch.empty_like(query)
     num_decoding = next(
         (index for index, span in enumerate(batch.spans) if span.num != 1), len(batch.spans)
     )
+    prefix_parts = WITHOUT_PREFIXES
+    if cascade and not window and num_decoding >= PREFIX_SEQUENCES:
+        prefix_parts = _attend_to_prefixes(query[:num_decoding], kv_cache, batch, scale)
     beside_prefill = False
     if num_decoding < len(batch.spans):
         beside_prefill = _prefill(query, kv_cache, batch, output, num_decoding, scale, window)
     if num_decoding:
-        _decode(query, kv_cache, batch, output, num_decoding, scale, window, beside_prefill)
+        _decode(
+            query,
+            kv_cache,
+            batch,
+            output,
+            num_decoding,
+            scale,
+            window,
+            beside_prefill,
+            prefix_parts,
+        )
     return output
 
 
@@ -992,8 +1218,6 @@ def _can_prefetch_more(kv_cache: KV, head_dim: int, tile: dict[str, int]) -> boo
 
 def _parts(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the partial results of the splits: accumulators, maxima and sums."""
-    if num_splits == 1:
-        return query, query, query  # the kernels do not use them
     partial = torch.empty(
         *query.shape[:2], num_splits, query.shape[2], dtype=torch.float32, device=query.device
     )
@@ -1006,6 +1230,7 @@ def _parts(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
 def _join(
     parts: tuple[Tensor, Tensor, Tensor],
     seq_lens: Tensor,
+    prefix_lens: Tensor | None,
     output: Tensor,
     num_splits: int,
     constants: dict[str, Any],
@@ -1014,6 +1239,7 @@ def _join(
         join_kernel[output.shape[0] * output.shape[1],](
             *parts,
             seq_lens,
+            prefix_lens,
             output,
             NUM_SPLITS=num_splits,
             SPLITS_PADDED=triton.next_power_of_2(num_splits),
@@ -1021,6 +1247,51 @@ def _join(
             **{name: constants[name] for name in JOINED},
             **LAUNCH,
         )
+
+
+def _attend_to_prefixes(
+    query: Tensor, kv_cache: KV, batch: ForwardBatch, scale: float
+) -> PrefixParts:
+    """Launch attention of decoding sequences to the prefixes that they share. query [S, Hq, D]"""
+    shape = _shape(query, kv_cache)
+    num_sequences = len(query)
+    num_kv_heads = kv_cache.shape[2]
+    group_padded = triton.next_power_of_2(shape["GROUP_SIZE"])
+    tile_sequences = PREFIX_ROWS // group_padded
+    num_tiles = triton.cdiv(num_sequences, max(1, tile_sequences))
+    position_bytes = 2 * num_kv_heads * shape["HEAD_DIM"] * kv_cache.dtype.itemsize
+    min_saved = int(PREFIX_BYTES / (num_tiles * position_bytes)) + 1  # positions that a tile saves
+    # A graph is captured for the longest possible sequences, as in _decode.
+    max_length = batch.block_table.shape[1] * shape["BLOCK_SIZE"]
+    if (min(tile_sequences, num_sequences) - 1) * max_length < min_saved:
+        return WITHOUT_PREFIXES  # No prefix can be long enough.
+    tile = _tile(kv_cache, shape["HEAD_DIM_PADDED"])
+    prefix_tiles = PrefixTiles(tile_sequences, tile["TILE_KEYS"], min_saved)
+    found = shared_prefixes.find(batch, num_sequences, prefix_tiles, shape["BLOCK_SIZE"])
+    num_splits = max(1, min(32, PREFIX_PROGRAMS // (num_tiles * num_kv_heads)))
+    num_splits = 1 << round(math.log2(num_splits))
+    parts = _parts(query, num_splits)
+    (tensors, strides) = arguments(kv_cache)
+    prefix_kernel[num_tiles, num_kv_heads, num_splits](
+        query,
+        *tensors,
+        batch.block_table,
+        batch.slots,
+        *found,
+        *parts,
+        scale * LOG2E,
+        num_sequences,
+        *strides,
+        batch.block_table.stride(0),
+        GROUP_PADDED=group_padded,
+        TILE_ROWS=PREFIX_ROWS,
+        NUM_SPLITS=num_splits,
+        num_warps=4 if shape["HEAD_DIM_PADDED"] <= 128 else 8,  # A tile must fit the registers.
+        **tile,
+        **shape,
+        **LAUNCH,
+    )
+    return PrefixParts(found.lengths, *parts)
 
 
 def _decode(
@@ -1032,6 +1303,7 @@ def _decode(
     scale: float,
     window: int,
     beside_prefill: bool,
+    prefix_parts: PrefixParts,
 ) -> None:
     shape = _shape(query, kv_cache)
     num_kv_heads = kv_cache.shape[2]
@@ -1065,7 +1337,7 @@ def _decode(
         3 < num_unsplit * splits / (PROGRAMS / 8) <= 4 for splits in (1, num_splits)
     ):
         tile["num_stages"] = 6
-    parts = _parts(query[:num_sequences], num_splits)
+    parts = _parts(query[:num_sequences], num_splits) if num_splits > 1 else (query,) * 3
     decode_kernel[num_sequences, num_kv_heads, num_splits](
         query,
         *tensors,
@@ -1074,6 +1346,7 @@ def _decode(
         batch.seq_lens,
         output,
         *parts,
+        *prefix_parts,
         scale * LOG2E,
         *strides,
         batch.block_table.stride(0),
@@ -1083,13 +1356,21 @@ def _decode(
         WINDOW=window,
         READ_WORDS=read_words,
         BESIDE_PREFILL=beside_prefill,
+        PREFIX_SPLITS=prefix_parts.splits,
         num_warps=1 if read_words and shape["HEAD_DIM_PADDED"] < 128 else 2,
         **tile,
         **shape,
         **LAUNCH,
     )
     constants = {**shape, **tile, "MIN_TILES": min_tiles, "WINDOW": window}
-    _join(parts, batch.seq_lens, output[:num_sequences], num_splits, constants)
+    _join(
+        parts,
+        batch.seq_lens,
+        prefix_parts.lengths,
+        output[:num_sequences],
+        num_splits,
+        constants,
+    )
 
 
 def _prefill(
@@ -1114,7 +1395,7 @@ def _prefill(
     )  # an upper bound: some tiles are empty
     max_length = batch.block_table.shape[1] * shape["BLOCK_SIZE"]  # as in _decode
     num_splits = SPLITS if num_tokens <= FEW and max_length >= LONG else 1
-    parts = _parts(query, num_splits)
+    parts = _parts(query, num_splits) if num_splits > 1 else (query,) * 3
     launch_early = num_decoding >= BESIDE and num_splits == 1
     tile = _tile(kv_cache, shape["HEAD_DIM_PADDED"])
     # Two programs fit a multiprocessor either way, but six stages leave decode beside prefill no
@@ -1149,5 +1430,5 @@ def _prefill(
     accumulators, maxima, sums = parts
     prefill_parts = (accumulators[num_decoding:], maxima[num_decoding:], sums[num_decoding:])
     constants = {**shape, "TILE_KEYS": 0, "MIN_TILES": 0, "WINDOW": 0}
-    _join(prefill_parts, batch.seq_lens, output[num_decoding:], num_splits, constants)
+    _join(prefill_parts, batch.seq_lens, None, output[num_decoding:], num_splits, constants)
     return launch_early

@@ -54,6 +54,7 @@ class InvariantTritonOps(TritonOps):
     variant = "deterministic"
 
     def __init__(self) -> None:
+        super().__init__()
         self.library_shapes = invariant_product.LibraryShapes()
 
     def pack(self, weight: Any) -> Any:
