@@ -370,7 +370,7 @@ class Server:
         client.draining = True
         if client.calls:
             log.warning(
-                "shutting down: %d open requests may finish within %g s; another Ctrl-C or "
+                "shutting down: open requests (%d) may finish within %g s; another Ctrl-C or "
                 "SIGTERM ends them now",
                 len(client.calls),
                 self.config.drain_timeout,

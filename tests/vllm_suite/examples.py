@@ -121,10 +121,15 @@ def run_script(script: Path, example: Example, seconds: int) -> tuple[bool, str,
         try:
             process.wait(timeout=example.lasts or seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT if example.lasts else signal.SIGKILL)
-            process.wait(timeout=30)
             if not example.lasts:
+                os.killpg(process.pid, signal.SIGKILL)
                 return False, f"did not end within {seconds} s", output.read_text()
+            os.killpg(process.pid, signal.SIGINT)
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return False, "did not end within 30 s after Ctrl-C", output.read_text()
     text = output.read_text(errors="replace")
     return process.returncode == 0, last_line(text), text
 
@@ -191,6 +196,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="an empty folder to keep; default: temporary")
     parser.add_argument("names", nargs="*", help="parts of names; default: every chosen example")
     given = parser.parse_args()
+    # A shell starts background jobs with SIGINT ignored, and the examples would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     new = unlisted(given.source / "examples")
     if new:
         print(f"in neither table of example_list.py: {', '.join(new)}")
