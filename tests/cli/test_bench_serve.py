@@ -303,7 +303,7 @@ def test_the_command_fails_where_replies_are_wrong(octavo: Octavo) -> None:
     ("status", "body", "says"),
     [
         (b"401 No", b"{}", "refuses the API key .status 401.: give --api-key"),
-        (b"200 OK", b'{"data": [{"id": "a"}, {"id": "b"}]}', "has 2 models .a, b.: say which"),
+        (b"200 OK", b'{"data": [{"id": "a"}, {"id": "b"}]}', "has 2 models .a, b.: name the one"),
         (b"200 OK", b"hello", "does not answer with a list of models"),
         (b"503 Busy", b"", "answers with status 503"),
     ],

@@ -124,7 +124,7 @@ def test_every_refused_field_is_refused_unless_it_is_neutral(architecture: str) 
         other = (
             False if refusal.neutral == (True,) else {"1": {}} if refusal.neutral == ({},) else 3
         )
-        with pytest.raises(ModelError, match=f"{field} = .*{re.escape(refusal.why)}"):
+        with pytest.raises(ModelError, match=f"{field} = .*{re.escape(refusal.reason)}"):
             registry.parse(base | {field: other})
 
 
