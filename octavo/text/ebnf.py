@@ -195,7 +195,11 @@ class _Reader:
         if not lower and not upper:
             raise self.error("a repetition is {m}, {m,} or {m,n}", position)
         minimum = int(lower or 0)
-        maximum = int(upper) if upper else None if comma else minimum
+        maximum: int | None = minimum
+        if upper:
+            maximum = int(upper)
+        elif comma:
+            maximum = None
         if maximum is not None and maximum < minimum:
             raise self.error("a repetition ends before it begins", position)
         return minimum, maximum

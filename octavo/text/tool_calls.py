@@ -73,12 +73,12 @@ class ToolParser:
         self.is_done = False  # the parser drops the remaining text of the reply
         tags = {*format.opening, *format.closing, *format.silent}
         self._tags = sorted(tags, key=len, reverse=True)
-        self._tag = re.compile("|".join(map(re.escape, self._tags)) or "(?!)")
+        self._tag_pattern = re.compile("|".join(map(re.escape, self._tags)) or "(?!)")
         self._state: Callable[[str, int], int] = self._read_content
         if format.start:
             self._state = self._read_untagged_start
         self._unread_text = ""  # the end of the text, which the next push reads again
-        self._is_complete = False  # the text is complete
+        self._is_complete = False  # no more text follows
         self._deltas: list[str | CallDelta] = []
         self._has_content = False
         self._pending_space: list[str] = []  # white space that is content if a word follows it
@@ -140,7 +140,7 @@ class ToolParser:
     # ---- content ----
 
     def _read_content(self, text: str, pos: int) -> int:
-        match = self._tag.search(text, pos)
+        match = self._tag_pattern.search(text, pos)
         if match is None:
             if not self._is_complete:
                 end = self._possible_tag_start(text, pos)
@@ -312,35 +312,37 @@ class JsonParser(ToolParser):
         self._state = self._read_object_start
 
     def _read_object_start(self, text: str, pos: int) -> int:
-        pos, is_object = self._expect(_BEFORE_CALL, "{", text, pos)
+        pos, is_object = self._read_expected(_BEFORE_CALL, "{", text, pos)
         if is_object:
             self._state = self._read_member
         return pos
 
     def _read_untagged_start(self, text: str, pos: int) -> int:
-        run = _BEFORE_CALL if self._format.start.startswith("[") else BLANK
-        return self._call_without_tag(run, text, pos)
+        pattern = _BEFORE_CALL if self._format.start.startswith("[") else BLANK
+        return self._read_possible_call(pattern, text, pos)
 
     def _read_between_calls(self, text: str, pos: int) -> int:
         pos, more_follows = self._skip_call_end(text, pos)
-        return self._call_without_tag(BLANK, text, pos) if more_follows else pos
+        return self._read_possible_call(BLANK, text, pos) if more_follows else pos
 
-    def _call_without_tag(self, pattern: re.Pattern[str], text: str, pos: int) -> int:
+    def _read_possible_call(self, pattern: re.Pattern[str], text: str, pos: int) -> int:
         """Read text after a call or at the start of a reply, which may be a call."""
         pos = self._hold_match(pattern, text, pos)
         if pos == len(text):
             return pos
         if text[pos] == "{":
             has_opening_tag = self._call_started and not self._format.start
-            held = "".join(self._held_text)
-            self._begin_candidate(held)
+            held_text = "".join(self._held_text)
+            self._begin_candidate(held_text)
             self._has_opening_tag = has_opening_tag
             self._state = self._read_object_start
         else:
             self._return_to_content()
         return pos
 
-    def _expect(self, pattern: re.Pattern[str], char: str, text: str, pos: int) -> tuple[int, bool]:
+    def _read_expected(
+        self, pattern: re.Pattern[str], char: str, text: str, pos: int
+    ) -> tuple[int, bool]:
         """Read what the pattern matches and then this character. Return the position, and whether
         the character was read. Text with another character is not a call."""
         pos = self._hold_match(pattern, text, pos)
@@ -359,7 +361,7 @@ class JsonParser(ToolParser):
                 self._add_arguments("{}")
             self._end_call()
             return pos + 1
-        pos, has_key = self._expect(BLANK, '"', text, pos)
+        pos, has_key = self._read_expected(BLANK, '"', text, pos)
         if has_key:
             self._string_parts: list[str] = []
             self._state = self._read_key
@@ -398,7 +400,7 @@ class JsonParser(ToolParser):
         return pos
 
     def _read_colon(self, text: str, pos: int) -> int:
-        pos, has_colon = self._expect(BLANK, ":", text, pos)
+        pos, has_colon = self._read_expected(BLANK, ":", text, pos)
         if has_colon:
             self._state = self._read_member_value
         return pos
@@ -410,7 +412,7 @@ class JsonParser(ToolParser):
                 self._held_text = [] if self._call_started else self._held_text
                 self._begin_value()
             return pos
-        pos, has_string = self._expect(BLANK, '"', text, pos)
+        pos, has_string = self._read_expected(BLANK, '"', text, pos)
         if has_string:
             self._string_parts = []
             self._state = self._read_string_member

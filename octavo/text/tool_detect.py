@@ -96,14 +96,14 @@ def read_call(format: ToolFormat, text: str, tool: dict[str, Any]) -> tuple[str,
     function = tool["function"]
     parser = make_parser(format, {function["name"]: function["parameters"]})
     deltas = parser.push(text) + parser.finish()
-    parts = [delta for delta in deltas if isinstance(delta, CallDelta)]
+    call_deltas = [delta for delta in deltas if isinstance(delta, CallDelta)]
     if parser.calls != 1:
         return None
     try:
-        arguments = json.loads("".join(part.arguments for part in parts))
+        arguments = json.loads("".join(delta.arguments for delta in call_deltas))
     except ValueError:
         return None
-    return str(parts[0].name), arguments
+    return str(call_deltas[0].name), arguments
 
 
 def _format_by_tags(source: str) -> ToolFormat | None:
