@@ -322,9 +322,10 @@ def _open_index(directory: Path, index: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
     shards = sorted(set(shard_of_tensor.values()))
     # A shard must be a plain file name, so that an index cannot name files outside its directory.
-    if missing_shards := [
+    missing_shards = [
         shard for shard in shards if Path(shard).name != shard or not _is_file(directory / shard)
-    ]:
+    ]
+    if missing_shards:
         raise CheckpointError(
             f"{directory} lacks {len(missing_shards)} of {len(shards)} shards: "
             f"{listed(missing_shards)}. Download it again"
@@ -337,13 +338,14 @@ def _open_index(directory: Path, index: Path) -> dict[str, StoredTensor]:
             for name, tensor in stored.items()
             if shard_of_tensor.get(name, shard) == shard
         }
-        if missing_tensors := [
+        missing_tensors = [
             name
             for name, stated_shard in shard_of_tensor.items()
             if stated_shard == shard and name not in stored
-        ]:
+        ]
+        if missing_tensors:
             raise CheckpointError(
-                f"{directory / shard} lacks tensors that {index.name} says it holds: "
+                f"{directory / shard} lacks tensors that {index.name} assigns to it: "
                 f"{listed(missing_tensors)}"
             )
     return tensors

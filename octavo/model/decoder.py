@@ -498,11 +498,9 @@ def windows(architecture: str, fields: Fields, num_layers: int) -> tuple[int, ..
             f"config.json: layer_types names sliding_attention, but {architecture} has no "
             "sliding_window here"
         )
-    return (
-        tuple(window if layer_type == "sliding_attention" else 0 for layer_type in layer_types)
-        if window
-        else ()
-    )
+    if not window:
+        return ()
+    return tuple(window if layer_type == "sliding_attention" else 0 for layer_type in layer_types)
 
 
 def has_windows(architecture: str, fields: Fields) -> bool:

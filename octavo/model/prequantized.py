@@ -62,11 +62,12 @@ def joined(
                 part_name: result.pop(f"{weight_name}.{part_name}", None)
                 for part_name in scheme.parts
             }
-            if missing := [
+            missing = [
                 part_name
                 for part_name, tensor in parts.items()
                 if tensor is None and part_name != "g_idx"
-            ]:
+            ]
+            if missing:
                 raise CheckpointError(
                     f"{source} has {name}, but lacks {', '.join(missing)} of the same weight. "
                     "Download the checkpoint again"
