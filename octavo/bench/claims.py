@@ -54,7 +54,12 @@ class Finding(NamedTuple):
     unit: str
 
     def text(self) -> str:
-        decimals = 0 if abs(self.value) >= 100 else 2 if abs(self.value) < 10 else 1
+        magnitude = abs(self.value)
+        decimals = 1
+        if magnitude >= 100:
+            decimals = 0
+        elif magnitude < 10:
+            decimals = 2
         space = "" if self.unit in ("x", "%") else " "
         return f"{self.name} {self.value:,.{decimals}f}{space}{self.unit}"
 
@@ -119,7 +124,7 @@ def batching(bench: ClaimBench) -> list[Finding]:
 
 @contextmanager
 def failing_server() -> Iterator[int]:
-    """A server that answers every request with status 500."""
+    """Start a server that answers every request with status 500, and yield its port."""
     reply = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n"
     with socket.create_server(("127.0.0.1", 0), backlog=CLIENTS) as listener:
 
@@ -233,11 +238,11 @@ def prefix_cache(bench: ClaimBench) -> list[Finding]:
             cached_before = counters.cached_tokens
             seconds[side].append(drive(caching.engine, jobs).seconds)
             hits[side] = 100 * (counters.cached_tokens - cached_before) / queried
-    faster = {side: ratios(seconds["plain"], seconds[side])["median"] for side in hits}
+    speedup = {side: ratios(seconds["plain"], seconds[side])["median"] for side in hits}
     return [
-        Finding("prefill", faster["shared"], "x faster"),
+        Finding("prefill", speedup["shared"], "x faster"),
         Finding("hits", hits["shared"], "%"),
-        Finding("prefill after completion", faster["again"], "x faster"),
+        Finding("prefill after completion", speedup["again"], "x faster"),
         Finding("hits after completion", hits["again"], "%"),
     ]
 
