@@ -147,9 +147,8 @@ def show_results(results: list[dict[str, Any]], has_perplexity: bool) -> None:
         rows.append((result["policy"], f"{result['kv_tokens']:,}", *measurements))
     table(None, columns, rows)
     for result in results:
-        if segment_speeds := " ".join(
-            f"{segment['tok_s']:.0f}" for segment in result.get("parts", [])
-        ):
+        segment_speeds = " ".join(f"{segment['tok_s']:.0f}" for segment in result.get("parts", []))
+        if segment_speeds:
             say(
                 f"{result['policy']}, tok/s of each {result['parts'][0]['tokens']:,} tokens: "
                 f"{segment_speeds}"

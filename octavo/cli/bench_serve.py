@@ -137,14 +137,16 @@ def measure_new_server(
                 ) as running:
                     for row in measure(running, load, group, repeat, advance):
                         run.add_row(**row)
-        if counted_results := [row for row in run.rows if row["case"] not in TRACED_CASES]:
+        counted_results = [row for row in run.rows if row["case"] not in TRACED_CASES]
+        if counted_results:
             llm = load_llm(model, engine)
             llm.warm_up()
             # Streaming makes no difference to the engine, so it is not part of the key.
             engine_speeds: dict[tuple[int, bool], float] = {}
             for result in counted_results:
                 case = CASES[result["case"]](load)
-                if (load_kind := (case.requests, case.distinct)) not in engine_speeds:
+                load_kind = (case.requests, case.distinct)
+                if load_kind not in engine_speeds:
                     engine_speeds[load_kind] = in_process(llm, case, repeat)
                 result["device"] = llm.device.type
                 result["in_process_tok_s"] = engine_speeds[load_kind]

@@ -131,9 +131,8 @@ def installed(package: str) -> str | None:
 
 def libraries() -> DoctorCheck:
     versions = {package: installed(package) for package in REQUIRED}
-    if missing := [
-        package for package, package_version in versions.items() if package_version is None
-    ]:
+    missing = [package for package, package_version in versions.items() if package_version is None]
+    if missing:
         return DoctorCheck("fail", "libraries", f"missing: pip install {' '.join(missing)}")
     return DoctorCheck(
         "ok",
