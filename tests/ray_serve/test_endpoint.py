@@ -429,6 +429,20 @@ def test_a_real_replica_replies_streams_and_cancels() -> None:
     run(test(), seconds=300)  # The first start on a machine compiles the CPU kernels.
 
 
+def test_a_replica_can_be_stopped_while_its_engine_starts() -> None:
+    async def test() -> None:
+        replica = Replica(ServeConfig(model=tiny.model_dir()), "127.0.0.1", "a")
+        start = asyncio.create_task(replica.start())
+        supervisor = replica.front.client.supervisor
+        while supervisor.process is None:
+            await asyncio.sleep(0.01)
+        await replica.stop()
+        start.cancel()
+        assert supervisor.process is None or supervisor.process.returncode is not None
+
+    run(test(), seconds=60)
+
+
 async def replies_as_one_server(found: Served) -> None:
     answer = await found.post(max_tokens=4, ignore_eos=True)
     assert answer.json()["usage"]["completion_tokens"] == 4

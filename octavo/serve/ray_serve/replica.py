@@ -153,6 +153,9 @@ class Replica:
         self.port = 0
         self.name = name
         self.leases: dict[str, Lease] = {}
+        # Both are None before start(). A replica may be stopped while its engine still starts.
+        self._supervision: asyncio.Task[None] | None = None
+        self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Start the engine, and return when it is ready."""
@@ -190,7 +193,7 @@ class Replica:
         The supervisor restarts an engine that fails. Until then requests go to other replicas.
         """
         supervisor = self.front.client.supervisor
-        if self._supervision.done():
+        if self._supervision is None or self._supervision.done():
             raise RuntimeError("the supervisor of the engine process has ended")
         if not supervisor.ready and time.monotonic() - supervisor.phase_started > DOWN_SECONDS:
             raise RuntimeError(f"the engine has been {supervisor.phase} for {DOWN_SECONDS:g} s")
@@ -217,10 +220,12 @@ class Replica:
         """End the processes of this replica. Ray Serve has waited for open requests before."""
         self.front.client.draining = True
         self.front.client.fail_all(api_errors.cut_off())
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         await self.front.client.supervisor.stop()
         await self.front.pool.close()
-        self._supervision.cancel()
+        if self._supervision is not None:
+            self._supervision.cancel()
         if self.front.tracing is not None:
             await asyncio.to_thread(self.front.tracing.close)
 
