@@ -1,7 +1,8 @@
-"""Help texts without Python's types: `--version` in place of `--version <bool>`.
+"""Help texts without Python's types, and error messages with hints for users of other programs.
 
-An option that takes a value has a metavar, such as N or FILE, which says more than a type. typer's
-own classes show both the metavar of an argument and its type, and the type of a flag.
+A help text shows `--version` in place of `--version <bool>`. An option that takes a value has a
+metavar, such as N or FILE, which says more than a type. typer's own classes show both the metavar
+of an argument and its type, and the type of a flag.
 """
 
 from __future__ import annotations
@@ -10,6 +11,11 @@ from typing import Any
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
+
+from octavo.cli import other_programs
+
+# typer does not export the class of errors in a command line, from which BadParameter derives.
+UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def without_types(parameters: list[Any]) -> list[Any]:
@@ -26,10 +32,33 @@ class PlainCommand(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return without_types(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)  # The parser empties its argument.
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            unknown = getattr(error, "option_name", None)
+            for word in words:
+                name = word.partition("=")[0]
+                # The parser divides -ngl into -n, -g and -l, and names the first of them.
+                if unknown and name.startswith(unknown) and name in other_programs.OPTIONS:
+                    error.message = f"No such option: {name}. {other_programs.OPTIONS[name]}"
+                    error.possibilities = []
+            raise
+
 
 class PlainGroup(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return without_types(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except UsageError as error:
+            if ctx.parent is None and args[0] in other_programs.COMMANDS:
+                hint = other_programs.COMMANDS[args[0]]
+                error.message = f"No such command: {args[0]}. {hint}"
+            raise
 
 
 class Application(typer.Typer):

@@ -14,6 +14,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from octavo import __version__
+from octavo.cli import other_programs
 from octavo.cli.options import (
     SamplingOptions,
     command,
@@ -306,3 +307,32 @@ def test_help_shows_no_types_of_python(command: list[str], octavo: Octavo) -> No
     text = octavo(*command, "--help").stdout
     assert "--help" in text
     assert re.findall(r"<(bool|str|int|float|path)>", text) == []
+
+
+# ---- names of other programs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("serve --ctx-size 4096", "No such option: --ctx-size. Use --max-model-len N"),
+        ("serve -c=4096", "No such option: -c. Use --max-model-len N"),
+        ("serve -ngl 99 model", "No such option: -ngl. Use --device cuda"),
+        ("chat -m model.gguf", "No such option: -m. Give the model as an argument"),
+        ("run model", "No such command: run. Use: octavo chat MODEL"),
+        ("bench run", "No such command 'run'."),
+        ("serve --ports 1", "No such option: --ports (Possible options: "),
+    ],
+)
+def test_names_of_other_programs_are_explained(octavo: Octavo, words: str, message: str) -> None:
+    result = octavo(*words.split())
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_hints_name_options_that_exist_for_names_that_do_not(octavo: Octavo) -> None:
+    page = octavo("serve", "--help").stdout
+    options = set(re.findall(r"--?[a-z][a-z-]*", page))
+    assert not options & other_programs.OPTIONS.keys()
+    for hint in other_programs.OPTIONS.values():
+        assert set(re.findall(r"--[a-z-]+", hint)) <= options, hint
