@@ -105,7 +105,7 @@ def announce(front: Front, port: int) -> None:
     drafts = ""
     if loaded.speculative:
         drafts = f"drafts:  speculative decoding with {loaded.speculative} (--speculative)\n"
-    concurrency = memory["kv_tokens"] // max(loaded.longest - 1, 1)
+    concurrency = memory["kv_tokens"] // max(loaded.longest_sequence - 1, 1)
     kv = in_bytes(memory["kv"])
     if loaded.device == "cpu":
         kv = f"up to {kv}, allocated as it fills"
@@ -117,7 +117,7 @@ def announce(front: Front, port: int) -> None:
         f"activations {in_bytes(memory['activations'])}, "
         f"KV {kv}{lower_tiers}\n"
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of "
-        f"{loaded.block_size}; {requests} of {loaded.longest:,} tokens at once\n"
+        f"{loaded.block_size}; {requests} of {loaded.longest_sequence:,} tokens at once\n"
         f"sample:  {sampling} by default ({source})\n{drafts}"
         f"ready:   {address}{suffix}\n{grpc}"
         f"{watch}"

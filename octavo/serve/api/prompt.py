@@ -265,7 +265,7 @@ def truncation_length(front: Front, body: OpenAI, max_tokens: int | None) -> int
         return None
     if requested == -1:
         reply = 1 if max_tokens is None or max_tokens == UNBOUNDED else max_tokens
-        return max(front.client.model.longest - reply, 1)
+        return max(front.client.model.longest_sequence - reply, 1)
     return check_count("truncate_prompt_tokens", requested, minimum=1)
 
 

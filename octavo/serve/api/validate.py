@@ -334,7 +334,7 @@ def fit(
     min_reply = 0 if max_tokens == 0 else 1
     if count + min_reply > model.max_model_len:
         raise prompt_too_long(count, model.max_model_len, param)
-    if count + min_reply > model.longest:
+    if count + min_reply > model.longest_sequence:
         pool = model.num_blocks * model.block_size
         message = f"the prompt has {count} tokens, but the KV pool holds {pool}: shorten it"
         raise invalid_field(param, str(KVCapacityExceeded(message)), "kv_capacity_exceeded")
@@ -343,8 +343,8 @@ def fit(
             f"the prompt has {count} tokens, but a sequence keeps {model.kv_budget}: shorten it"
         )
         raise invalid_field(param, str(error), error.code)
-    room = model.longest - count
-    is_limited_by_pool = model.longest < model.max_model_len and not model.kv_budget
+    room = model.longest_sequence - count
+    is_limited_by_pool = model.longest_sequence < model.max_model_len and not model.kv_budget
     if is_limited_by_pool and (max_tokens is None or max_tokens > room):
         headers["x-max-tokens"] = str(room)
         headers["x-max-tokens-limit"] = "kv_pool"

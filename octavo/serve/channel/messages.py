@@ -56,11 +56,11 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
 
 
 class ClearCache(msgspec.Struct, tag=True, array_like=True):
-    """Empty the prefix cache, except for what is on disk."""
+    """Empty the prefix cache on the device and in host memory. KV on disk stays."""
 
 
 class WatchEvents(msgspec.Struct, tag=True, array_like=True):
-    """Start or stop to send EventLines, because a live page is open, or none is."""
+    """Start or stop sending EventLines, because live pages were opened or the last was closed."""
 
     on: bool
 
@@ -98,8 +98,7 @@ ToEngine = (
 
 
 class Phase(msgspec.Struct, tag=True, array_like=True):
-    """The phase of the start: importing, loading, compiling, allocating or
-    warming."""
+    """The phase of the start: importing, loading, compiling, allocating or warming."""
 
     name: str
     fraction: float | None = None
@@ -134,10 +133,10 @@ class Loaded(msgspec.Struct, tag=True, array_like=True):
     pooler: PoolerConfig = PoolerConfig()
 
     @property
-    def longest(self) -> int:
-        """The most tokens of prompt and reply together.
+    def longest_sequence(self) -> int:
+        """The largest number of tokens of a prompt and its reply together.
 
-        This is the size of the context, or one more than the pool holds if that is less.
+        This is the size of the context, or one token more than the KV pool holds if that is less.
         """
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
@@ -150,7 +149,7 @@ class StepOutputs(msgspec.Struct, tag=True, array_like=True):
     """The outputs of a step, and the requests that were admitted."""
 
     outputs: list[Output]
-    admitted: list[tuple[str, float]]  # The requests that were admitted, and when.
+    admitted: list[tuple[str, float]]  # The ids of the admitted requests, and the times.
     steps: list[int] = []  # The number of tokens of each step since the last message.
     unsent_tokens: int = 0  # Tokens of aborted requests that were generated but never sent.
     # Seconds that the longest step in flight or about to start may take, or 0 if it is not long.
@@ -235,7 +234,7 @@ class EventLines(msgspec.Struct, tag=True, array_like=True):
 
 
 class SettingsReply(msgspec.Struct, tag=True, array_like=True):
-    """The answer to ChangeSettings: what is wrong with the changes, or "" """
+    """The answer to ChangeSettings: the error, or an empty text if the changes are applied."""
 
     error: str
 

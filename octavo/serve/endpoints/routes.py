@@ -231,7 +231,7 @@ async def limits(exchange: Exchange) -> None:
         "queue_timeout": config.queue_timeout,
         "request_timeout": config.request_timeout,
         "max_model_len": loaded.max_model_len if loaded else None,
-        "longest_sequence": loaded.longest if loaded else None,
+        "longest_sequence": loaded.longest_sequence if loaded else None,
     }
     await exchange.reply(reply)
 
