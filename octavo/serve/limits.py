@@ -29,7 +29,7 @@ class Limits:
     template_seconds: float = 3.0  # The time to render a chat template in a request.
     idle_seconds: float = 30.0  # A connection without a request is closed after this time.
     send_seconds: float = 20.0  # A client that reads nothing is disconnected after this time.
-    # HTTP and WebSocket connections; the limit holds for gRPC connections and gRPC calls too.
+    # HTTP and WebSocket connections. gRPC connections and gRPC calls have the same limit.
     connections: Annotated[
         int,
         Option(
@@ -42,7 +42,7 @@ class Limits:
             check=integer_range(1),
         ),
     ] = 8192
-    # An IPv6 network of 64 bits is one address. The limit holds for gRPC calls too.
+    # An IPv6 network of 64 bits counts as one address. gRPC calls have the same limit.
     connections_per_address: Annotated[
         int,
         Option(
@@ -104,7 +104,7 @@ class Limits:
     upload_bytes: int = 200 * 2**20  # One file.
     batch_lines: int = 50_000  # The requests of one batch.
     batches: int = 256  # The batches that have not ended.
-    batches_kept: int = 4096  # All batches. The oldest that have ended are dropped first.
+    batches_kept: int = 4096  # All stored batches. The oldest that have ended are dropped first.
     failed_logins: int = 20  # Wrong keys per minute and address.
 
     def __post_init__(self) -> None:

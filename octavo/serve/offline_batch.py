@@ -1,7 +1,7 @@
-"""Runs a file of requests without a server: an engine process, the application, and no port.
+"""Runs a file of requests with an engine process and the HTTP application, but without a port.
 
 Replies are appended to FILE.partial, which is copied to FILE at the end. A run that was interrupted
-continues with the requests that have no reply there.
+continues with the requests that have no reply in FILE.partial.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class BatchProgress:
     """The progress of a run."""
 
     total: int = 0
-    done: int = 0  # including those of an earlier run
-    failed: int = 0  # failed requests of this run
-    earlier: int = 0  # replies of an earlier run
-    invalid: int = 0  # lines of this run that are no requests
+    done: int = 0  # Requests with a reply, including the replies of an earlier run.
+    failed: int = 0  # Requests of this run that failed.
+    earlier: int = 0  # Replies of an earlier run.
+    invalid: int = 0  # Lines of this run that are not valid requests.
 
 
 async def run_file(
@@ -39,7 +39,7 @@ async def run_file(
 ) -> BatchProgress:
     """Run the requests of `source`, and write the lines of their replies to `target`.
 
-    `report` gets the phase of the engine and the progress, from time to time.
+    `report` is called repeatedly with the phase of the engine and the progress.
     """
     progress = BatchProgress(total=sum(1 for _ in lines_of(source)))
     partial = target.with_name(target.name + ".partial")

@@ -159,7 +159,8 @@ class ServeConfig:
     served_model_name: Annotated[
         tuple[str, ...],
         Option(
-            "Name of the model for clients. May be given several times: replies have the first.",
+            "Name of the model for clients. May be given several times; replies contain the first "
+            "name.",
             metavar="NAME",
             check=texts,
         ),
@@ -191,8 +192,8 @@ class ServeConfig:
     tool_parser: Annotated[
         str,
         Option(
-            "Format of the model's tool calls: auto (found from the chat template), none, a name "
-            "that docs/serving.md lists, or package.module:NAME for a ToolFormat of your own.",
+            "Format of the model's tool calls: auto (detected from the chat template), none, a "
+            "name that docs/serving.md lists, or package.module:NAME for a ToolFormat of your own.",
             metavar="NAME",
             aliases=("--tool-call-parser",),
             show_default=True,
@@ -202,7 +203,7 @@ class ServeConfig:
     reasoning_parser: Annotated[
         str,
         Option(
-            "How the model marks its reasoning: auto (found from the chat template), none "
+            "How the model marks its reasoning: auto (detected from the chat template), none "
             "(reasoning stays in the reply), or a name that docs/serving.md lists.",
             metavar="NAME",
             show_default=True,
@@ -456,8 +457,8 @@ class ServeConfig:
     kv_events_config: Annotated[
         KVEventsConfig | None,
         Option(
-            "Publish what the prefix cache holds over ZeroMQ: a JSON object as for vLLM; "
-            "docs/routing.md describes it.",
+            "Publish the changes of the prefix cache over ZeroMQ, configured by a JSON object as "
+            "in vLLM; docs/routing.md describes it.",
             "Load",
             metavar="JSON",
             reads="json",
