@@ -1,8 +1,8 @@
-"""Verifies contents from disk on the device, when they are loaded.
+"""Verifies on the device the KV that was read from disk, when it is loaded.
 
 On the host, checksums would take a third of the time of a reader thread. The device computes them
-in microseconds, on the block that it has just loaded. The engine's thread calls this module, except
-for `expect` and `forget`: their callers hold the host block's lock.
+in microseconds, on the block that it has just loaded. The engine's thread calls all functions of
+this module except `expect` and `forget`. A thread that calls these two holds the host block's lock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Verification(NamedTuple):
 
 class Checksums:
     def __init__(self, kv: Tensor):
-        """kv [blocks, ...]; a block is a whole number of pages."""
+        """Create the object. A block of kv [blocks, ...] must be a whole number of pages."""
         words = kv.flatten(1).view(torch.int64)
         self.pages = words.unflatten(1, (-1, PAGE_BYTES // 8))  # [blocks, pages, words]
         self.unverified: dict[int, Expected] = {}  # by host block
@@ -56,8 +56,10 @@ class Checksums:
         self.unverified.pop(host_block, None)
 
     def verify(self, loads: list[tuple[int, int]]) -> Verification | None:
-        """Start to verify the loaded (host block, device block) pairs that have an expected
-        checksum."""
+        """Start to verify loaded (host block, device block) pairs.
+
+        Pairs without an expected checksum are ignored. Returns None if no pair has one.
+        """
         loaded = [(host, block) for host, block in loads if host in self.unverified]
         if not loaded:
             return None

@@ -1,16 +1,18 @@
-"""KV blocks as files: one directory, shared by all servers of a model, kept over restarts, bounded
-in bytes. It uses no device and starts no threads.
+"""Stores KV blocks as files in a directory that survives restarts and is bounded in bytes.
+
+All servers of a model on a machine may share the directory. This module uses no device and starts
+no threads.
 
     DIRECTORY/kv-<fingerprint>/<hash>.kv             one record per block
     header | tokens [n] int32 | zeros | KV bytes     the header names model, format and content
 
-The fingerprint stands for the weights and for everything else that decides what a block's bytes
-mean. A record is written to a temporary file and renamed into place, so that other servers see all
-of it or nothing. Every read compares every field, every token and the checksums of KV and header. A
-difference is a miss with a reason, so a read never returns wrong bytes. A caller that computes KV
-checksums faster than this file (checksums.py) skips that part and compares with the record's
-`kv_checksum`. KV begins on a page of its own, because the system copies aligned pages up to twice
-as fast.
+The fingerprint identifies the weights and everything else that determines the meaning of a block's
+bytes. A record is written to a temporary file and renamed, so that other servers see all of it or
+nothing. Every read compares every field, every token and the checksums of KV and header. If one of
+them differs, the read is a miss with a reason, so a read never returns wrong bytes. A caller that
+can compute KV checksums faster (checksums.py) does not call `verify`, and compares its result with
+the record's `kv_checksum`. KV begins at a page boundary, because the system copies aligned pages up
+to twice as fast.
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ FOLDER_NAME = re.compile(r"kv-[0-9a-f]{32}")
 RECORD_NAME = re.compile(r"[0-9a-f]{32}\.kv")
 TEMPORARY_NAME = re.compile(r"\.\d+-\d+\.tmp")
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-STALE_SECONDS = 600.0  # age after which a temporary file belongs to no running server
+STALE_SECONDS = 600.0  # An older temporary file belongs to no running server, and is removed.
 PAGE_BYTES = 4096
-# Records are removed down to this fraction of the limit, so that not every write removes one.
+# A sweep removes records down to this fraction of the limit, so that few writes need a sweep.
 SWEEP_TARGET = 0.9
 
 
 class DiskMiss(Exception):
-    """A record cannot be read or written. `reason` is one of a few words, for counters."""
+    """A record cannot be read or written. `reason` is one of a few words, which are counted."""
 
     def __init__(self, reason: str, detail: object = ""):
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -76,7 +78,10 @@ class Disk:
         block_format: str,
         block_bytes: int,
     ):
-        """`block_format`: dtype and shape of a block, for readers of a header."""
+        """Open the directory and count its records. Raises InvalidRequest if that is impossible.
+
+        `block_format` has the dtype and the shape of a block.
+        """
         self.root = directory
         self.max_bytes = max_bytes
         self.block_bytes = block_bytes
@@ -89,7 +94,7 @@ class Disk:
         self._file_numbers = itertools.count()
         self._check_directory()
         self.used_bytes = 0
-        self.known_hashes = self.sweep()  # records found at the start
+        self.known_hashes = self.sweep()  # The hashes of the records that exist at the start.
 
     def _check_directory(self) -> None:
         try:
@@ -114,8 +119,10 @@ class Disk:
     # ---- one record ------------------------------------------------------------------------------
 
     def read(self, content_hash: bytes, tokens: array[int], target: memoryview) -> None:
-        """Read the KV of this content into `target` [block_bytes], or raise DiskMiss, after which
-        the target may hold anything."""
+        """Read the KV of this content into `target` [block_bytes].
+
+        Raises DiskMiss if that fails. The content of the target is then undefined.
+        """
         record = Record(self, content_hash, tokens)
         try:
             record.read(target)
@@ -126,11 +133,13 @@ class Disk:
     def remove(self, content_hash: bytes) -> None:
         _remove(self.path(content_hash))
 
-    def write(self, content_hash: bytes, tokens: array[int], data: memoryview) -> None:
-        """Write the KV of this content, or raise DiskMiss. Removes the least recently used records
-        if the limit is reached."""
-        header = self._header(content_hash, tokens, data)
-        length = len(header) + len(data)
+    def write(self, content_hash: bytes, tokens: array[int], kv_bytes: memoryview) -> None:
+        """Write the KV of this content. Raises DiskMiss if that fails.
+
+        If the limit is reached, the least recently used records are removed.
+        """
+        header = self._header(content_hash, tokens, kv_bytes)
+        length = len(header) + len(kv_bytes)
         if self.used_bytes + length > self.max_bytes:
             self.sweep(length)
         temporary = self._new_path()
@@ -139,7 +148,7 @@ class Disk:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                for view in (memoryview(header), data):
+                for view in (memoryview(header), kv_bytes):
                     while view:
                         view = view[os.write(file, view) :]
             finally:
@@ -150,14 +159,14 @@ class Disk:
             raise DiskMiss("full" if error.errno in FULL_ERRORS else "io", error) from error
         self.used_bytes += length
 
-    def _header(self, content_hash: bytes, tokens: array[int], data: memoryview) -> bytearray:
+    def _header(self, content_hash: bytes, tokens: array[int], kv_bytes: memoryview) -> bytearray:
         token_bytes = tokens.tobytes()
         header = bytearray(_kv_offset(len(token_bytes)))
         HEADER.pack_into(
             header,
             0,
             *self.header_fields(content_hash, len(tokens)),
-            _kv_checksum(data),
+            _kv_checksum(kv_bytes),
             0,
         )
         header[HEADER.size : HEADER.size + len(token_bytes)] = token_bytes
@@ -185,9 +194,11 @@ class Disk:
     # ---- all records -----------------------------------------------------------------------------
 
     def sweep(self, needed_bytes: int = 0) -> frozenset[bytes]:
-        """Count the records of every model, and remove the least recently used ones if they and
-        `needed_bytes` exceed the limit. Returns the hashes of this model that remain. Other files
-        are left alone."""
+        """Count the bytes of the records of every model, and remove records above the limit.
+
+        The least recently used records are removed if all records and `needed_bytes` exceed the
+        limit. Other files are not touched. Returns the hashes of this model's records that remain.
+        """
         files = sorted(self._files())
         total = sum(file.size for file in files)
         num_removed = 0
@@ -225,14 +236,17 @@ class Disk:
 
 
 class Record:
-    """A record being read, possibly in parts, in any order and by several threads at once. It
-    counts only after all parts have been read; the header comes with the part at byte 0."""
+    """A record that is being read.
+
+    Several threads may read parts of it at the same time and in any order. The header is read with
+    the part at byte 0. The KV is valid only if the reads of all parts have succeeded.
+    """
 
     def __init__(self, disk: Disk, content_hash: bytes, tokens: array[int]):
         self.disk = disk
         self.hash = content_hash
         self.tokens = tokens
-        self.kv_checksum = 0  # from the header, once it has been read
+        self.kv_checksum = 0  # The header contains it.
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
             self.file = os.open(disk.path(content_hash), flags)
@@ -242,7 +256,7 @@ class Record:
             raise DiskMiss("io", error) from error
 
     def read(self, target: memoryview, start: int = 0) -> None:
-        """Read KV from byte `start` on, as much as `target` holds, or raise DiskMiss."""
+        """Fill `target` with the KV from byte `start` on. Raises DiskMiss if that fails."""
         try:
             self._read(target, start)
         except OSError as error:
@@ -253,17 +267,20 @@ class Record:
             raise
 
     def _read(self, target: memoryview, start: int) -> None:
-        """Make as few system calls as possible: after each call, a thread waits for the interpreter
-        lock."""
+        """Read a part with as few system calls as possible.
+
+        After each system call, the thread waits for the interpreter lock.
+        """
         token_bytes = self.tokens.tobytes()
         kv_offset = _kv_offset(len(token_bytes))
         header = bytearray(0 if start else kv_offset)
-        # One byte more than the record should have, to notice a longer one.
+        # The last read asks for one byte more, so that a record that is too long is detected.
         is_last_part = start + len(target) == self.disk.block_bytes
         excess = bytearray(is_last_part)
-        first = kv_offset + start - len(header)
+        read_start = kv_offset + start - len(header)
         end = kv_offset + start + len(target)
-        position = first + os.preadv(self.file, [header, target, excess], first)  # mostly all of it
+        # The first call mostly reads everything.
+        position = read_start + os.preadv(self.file, [header, target, excess], read_start)
         if header:
             if position < kv_offset:
                 raise DiskMiss("corrupt", "the record ends in the header")
@@ -288,14 +305,14 @@ class Record:
         if header[HEADER.size : HEADER.size + len(token_bytes)] != token_bytes:
             raise DiskMiss("collision", "the record has other tokens with the same hash")
 
-    def verify(self, data: memoryview) -> None:
-        """Raise DiskMiss unless the checksum of all of KV is right."""
-        if _kv_checksum(data) != self.kv_checksum:
+    def verify(self, kv_bytes: memoryview) -> None:
+        """Raise DiskMiss if the checksum of the whole KV differs from the record's."""
+        if _kv_checksum(kv_bytes) != self.kv_checksum:
             self.disk.remove(self.hash)
             raise DiskMiss("corrupt", "the checksum of the KV differs")
 
     def close(self, used: bool = False) -> None:
-        """Close the file. `used`: other records are removed before this one."""
+        """Close the file. `used` marks the record as the most recently used one."""
         if used:
             with suppress(OSError):
                 os.utime(self.file)
@@ -304,26 +321,28 @@ class Record:
 
 
 def _kv_offset(token_bytes: int) -> int:
-    """Return where KV begins: on the first page after the header and this many bytes of tokens."""
+    """Return the offset of KV: the first page after the header and this many bytes of tokens."""
     return -(-(HEADER.size + token_bytes) // PAGE_BYTES) * PAGE_BYTES
 
 
 def _header_checksum(header: bytearray) -> int:
-    """Return the checksum of everything before KV but the checksum itself."""
+    """Return the checksum of all bytes before KV except the checksum itself."""
     view = memoryview(header)
     return zlib.crc32(view[HEADER.size :], zlib.crc32(view[: HEADER.size - 4]))
 
 
-def _kv_checksum(data: memoryview) -> int:
-    whole = len(data) // PAGE_BYTES * PAGE_BYTES
-    words = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE_BYTES // 8)
-    return checksum_of_sums(words.sum(1, dtype=np.uint64), data[whole:])
+def _kv_checksum(kv_bytes: memoryview) -> int:
+    num_page_bytes = len(kv_bytes) // PAGE_BYTES * PAGE_BYTES
+    words = np.frombuffer(kv_bytes[:num_page_bytes], np.uint64).reshape(-1, PAGE_BYTES // 8)
+    return checksum_of_sums(words.sum(1, dtype=np.uint64), kv_bytes[num_page_bytes:])
 
 
 def checksum_of_sums(page_sums: np.ndarray, tail: memoryview | bytes = b"") -> int:
-    """Return the CRC of the sums of each page's 64-bit words, and of the bytes after the last whole
-    page. The checksum detects every flipped bit and every lost or moved page, at ten times the
-    speed of a CRC of all bytes."""
+    """Return the CRC of the sums of each page's 64-bit words and of the `tail`.
+
+    The tail are the bytes after the last whole page. The checksum detects every flipped bit and
+    every lost or moved page, at ten times the speed of a CRC of all bytes.
+    """
     return zlib.crc32(tail, zlib.crc32(page_sums.tobytes()))
 
 

@@ -13,7 +13,8 @@ from octavo.types import DiskEvent
 
 class DiskAgreement:
     def __init__(self, num_ranks: int):
-        self._fetches: dict[int, list[DiskEvent]] = defaultdict(list)  # answers by fetch id
+        # fetch id -> the answers of the ranks
+        self._fetches: dict[int, list[DiskEvent]] = defaultdict(list)
         # For each hash, the answers of each rank. One rank may have saved a hash again before
         # another rank has saved it once.
         self._saves: dict[bytes, list[deque[DiskEvent]]] = defaultdict(
@@ -55,7 +56,7 @@ class DiskAgreement:
 
 
 def worst(answers: list[DiskEvent], failure: str) -> DiskEvent:
-    """Return the first failure, or else the slowest success."""
+    """Return the first failure. If there is none, return the slowest success."""
     for answer in answers:
         if answer.kind == failure:
             return answer

@@ -1,5 +1,7 @@
-"""The KV tensor. Its first dimension is the block: one contiguous record across all layers, so that
-a copy of a block on the device, to the host or to disk is a single copy of `tensor[block]`.
+"""The KV tensor on the device.
+
+Its first dimension is the block. A block is one contiguous record of all layers, so copying it on
+the device, to the host or to disk is a single copy of `tensor[block]`.
 
 Block 0 is padding. Models receive `view`:
 
@@ -26,7 +28,7 @@ class KVStore:
     def __init__(
         self, model: ModelConfig, cache: CacheConfig, dtype: torch.dtype, device: torch.device
     ):
-        """`dtype` is that of plain numbers or of codes."""
+        """Allocate the tensor. `dtype` is the type of the plain numbers, or of the codes."""
         self.block_size = cache.block_size
         self.num_blocks = cache.num_blocks
         is_compressed = dtype in LARGEST
@@ -41,7 +43,7 @@ class KVStore:
             block_shape = torch.Size((num_codes + scale_bytes,))
             block_dtype = torch.uint8
         self.tensor = _allocate(cache.num_blocks + 1, block_shape, block_dtype, device)
-        self.tensor[0].zero_()  # padded entries of a batch may read it: zeros, never NaN
+        self.tensor[0].zero_()  # The padding of a batch may read block 0, which must not be NaN.
         self.view: KV = self.tensor
         if is_compressed:
             codes = self.tensor[:, :num_codes].view(dtype)

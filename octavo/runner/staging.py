@@ -1,9 +1,9 @@
-"""Copies of KV blocks between device and host memory: a stream of their own, page-locked memory,
-and a timer of a step's copies. It uses streams and events, no threads and no disk.
+"""Copies KV blocks between device and host memory, and measures the time of a step's copies.
 
-A store is two copies: into a staging buffer on the step's own stream, at the speed of device
-memory, and from there to the host on another stream, while the step computes. A load waits for the
-store that filled its host block and then runs on the step's stream.
+A store is two copies. The first is into a staging buffer, on the step's stream and at the speed of
+device memory. The second is from there to the host, on another stream and while the step computes.
+A load waits for the store that filled its host block, and then runs on the step's stream. This
+module uses CUDA streams and events, no threads and no disk.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ class StoreStaging:
     """The staging buffer, in two halves: one is filled while the other drains."""
 
     def __init__(self, kv: Tensor, host_buffers: Tensor, buffer_of: list[int], staging_bytes: int):
-        """kv [blocks, ...] and host_buffers [buffers, ...] hold the same kind of block. `buffer_of`
-        is the current buffer of each host block, at any time. `staging_bytes` is for both
-        halves."""
+        """Allocate the staging buffer.
+
+        The blocks of kv [blocks, ...] and host_buffers [buffers, ...] have the same shape.
+        `buffer_of` has the current buffer of each host block, and its owner updates it.
+        `staging_bytes` is the size of both halves together.
+        """
         self.kv = kv
         self.host_buffers = host_buffers
         self.buffer_of = buffer_of
@@ -32,16 +35,18 @@ class StoreStaging:
             torch.empty((self.half_blocks, *kv.shape[1:]), dtype=kv.dtype, device=kv.device)
             for _ in range(2)
         ]
-        self.drained = [torch.cuda.Event() for _ in range(2)]  # the half may be filled again
+        # After its event, a half is empty and may be filled again.
+        self.drained = [torch.cuda.Event() for _ in range(2)]
         self.stream = torch.cuda.Stream(kv.device)
-        self.stored: dict[int, torch.cuda.Event] = {}  # host block -> its content is complete
+        # host block -> the event after which its content is complete
+        self.stored: dict[int, torch.cuda.Event] = {}
         self.next_half = 0
 
     def store(self, stores: list[tuple[int, int]]) -> None:
         """Copy (device block, host block) pairs to the host."""
         step_stream = torch.cuda.current_stream()
-        for first in range(0, len(stores), self.half_blocks):
-            pairs = stores[first : first + self.half_blocks]
+        for start in range(0, len(stores), self.half_blocks):
+            pairs = stores[start : start + self.half_blocks]
             staging = self.staging_buffers[self.next_half]
             drained = self.drained[self.next_half]
             self.next_half = 1 - self.next_half
@@ -66,7 +71,7 @@ class StoreStaging:
 
 
 class StepTimer:
-    """Measures how long a step's loads and the rest of it take on the device."""
+    """Measures the time of a step's loads, and the time of the rest of the step, on the device."""
 
     def __init__(self, device: torch.device):
         self.events: list[torch.cuda.Event] = []
@@ -76,7 +81,7 @@ class StepTimer:
         self.mark()
 
     def mark(self) -> None:
-        """Called at the start, after the loads and at the end."""
+        """Record the time. Call this at the start, after the loads and at the end of the step."""
         if self.events:
             self.events[len(self.times)].record()
         self.times.append(time.perf_counter())
@@ -92,8 +97,11 @@ class StepTimer:
 
 
 def page_lock(memory: Tensor) -> None:
-    """Page-lock host memory, so that the GPU can access it. Exactly this size is locked; torch's
-    allocator would round it up to a power of two."""
+    """Page-lock host memory, so that the GPU can access it.
+
+    Exactly the bytes of `memory` are locked. torch's allocator would round the size up to a power
+    of two.
+    """
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if code:
         # CUDA reports the error at the next kernel launch too, so a kernel without effect is

@@ -1,20 +1,20 @@
-"""The bytes of the tiers below the device: blocks in host memory, and records on disk behind them.
+"""Moves KV between the device and the tiers below it: blocks in host memory, and records on disk.
 
     plan.stores   device block -> host block   before the step overwrites the block   } copies, in
     plan.loads    host block -> device block   before the step reads it               } plan order
     plan.saves    host block -> disk           by a thread, later, if the content is still the same
     plan.fetches  disk -> host block           by threads; a DiskEvent reports success or failure
 
-On a GPU a store continues after its step (staging.py). Each new content of a host block gets a new
-generation, under the block's lock. A thread touches a host block only under that lock, and only if
-its generation is the one the thread was asked for.
+On a GPU a store continues after its step (staging.py). When a host block gets a new content, its
+generation is raised under the block's lock. A thread reads or writes a host block only under that
+lock, and only if the generation is still the one of the thread's job.
 
 Host memory has one buffer per host block, and one spare buffer per reader thread. A record is read
-into a spare buffer, which then changes places with the host block's own. Nothing is copied, and a
-read that never returns blocks no host block. Threads never call CUDA, which would break a graph
-that is being captured: they get a host block only after its store has ended. On a GPU the readers
-compute no checksums; loads do (checksums.py). This module works on host blocks and hashes; the core
-decides which ones are needed.
+into a spare buffer, which is then exchanged with the buffer of the host block. So nothing is
+copied, and a read that never returns blocks no host block. Threads never call CUDA, because that
+would break a graph that is being captured. Therefore a thread gets a host block only after the
+block's store has ended. On a GPU the readers compute no checksums, because loads compute them
+(checksums.py). This module works on host blocks and hashes. The core decides which are needed.
 """
 
 from __future__ import annotations
@@ -43,41 +43,44 @@ from octavo.types import DiskEvent, Fetch, Plan, Save
 
 log = logging.getLogger(__name__)
 
-MAX_READERS = 16  # threads
-# Bytes of a record that a reader takes at a time. If each reader took whole records, they would all
-# arrive together, and the link to the device would be idle in between.
+MAX_READERS = 16  # The largest number of reader threads.
+# A reader reads this many bytes of a record at a time. If each reader read whole records, several
+# records would be complete at the same time, and the link to the device would be idle in between.
 PART_BYTES = 4 << 20
-# Readers per core. With a reader on every core, the engine's thread would get disk events late.
+# With a reader on every core, the engine's thread would get disk events late.
 READERS_PER_CORE = 0.75
-DISK_TIMEOUT = 2.0  # seconds without progress after which pending fetches are given up
-# Seconds that readers wait for another to open a file. A file that hangs blocks one reader, and
-# those with other parts of it no longer than this.
+DISK_TIMEOUT = 2.0  # After this time without progress, the pending fetches count as missed.
+# A reader waits this long for another reader to open a file. If opening a file hangs, it blocks one
+# reader, and delays the readers of its other parts by this time.
 OPEN_TIMEOUT = DISK_TIMEOUT / 10
-# Seconds to collect disk events when there is nothing else to do. A step for each event would take
-# the interpreter away from the readers.
+# Disk events are collected for this time while no item can run. A step for each event would take
+# the interpreter lock from the readers.
 EVENT_WAIT = 0.001
-SWEEP_INTERVAL = 60.0  # seconds between two sweeps for records of other servers
-WRITE_PAUSE = 10.0  # seconds without writing after a write failed
-WARNING_INTERVAL = 60.0  # seconds between two warnings of one kind
+SWEEP_INTERVAL = 60.0  # The interval of the sweeps, which find the records of other servers.
+WRITE_PAUSE = 10.0  # After a failed write, nothing is written for this time.
+WARNING_INTERVAL = 60.0  # The shortest time between two warnings of one kind.
 
 
 class RecordRead:
-    """A record on its way into a buffer. Any reader takes the next part, in order, and the reader
-    of the first part opens the file. At most one record under way has parts that no reader has
-    taken, so there are never more of them than readers."""
+    """A record that is being read into a buffer.
+
+    Readers take its parts in order, and the reader that takes the first part opens the file. All
+    parts of a record are taken before the parts of the next one, so at most one record that is
+    being read has parts without a reader. There are never more such records than readers.
+    """
 
     def __init__(self, fetch: Fetch, generation: int, num_parts: int):
         self.fetch = fetch
         self.generation = generation
-        self.parts_left = num_parts
+        self.unread_parts = num_parts
         self.lock = threading.Lock()
-        self.taken = False
+        self.has_reader = False
         self.opened = threading.Event()
         self.buffer = -1
         self.record: Record | None = None
-        self.miss_reason = ""  # set if it is a miss
+        self.miss_reason = ""  # It is empty unless the read is a miss.
         self.started_at = 0.0
-        self.reader_seconds = 0.0  # sum over all readers
+        self.reader_seconds = 0.0  # The total time of all readers.
 
 
 class TimedEvent(NamedTuple):
@@ -102,9 +105,12 @@ class TierStore:
         staging_bytes: int = 0,
         verify_on_load: bool | None = None,
     ):
-        """`staging_bytes`: device memory for stores on their way; at least two blocks are
-        allocated. `verify_on_load`: records are verified when they are loaded, not when they are
-        read; the default on a GPU."""
+        """Allocate host memory and start the threads.
+
+        `staging_bytes` is the device memory for stores that have not reached the host. At least two
+        blocks are allocated. With `verify_on_load`, records are verified when they are loaded and
+        not when they are read. This is the default on a GPU.
+        """
         self.kv = kv.tensor
         self.disk = disk
         self.num_host_blocks = num_host_blocks
@@ -119,7 +125,7 @@ class TierStore:
         if on_gpu:
             page_lock(memory)
         self._bytes = memory.view(-1, self.block_bytes).numpy()
-        self.buffer_of = list(range(num_host_blocks))  # by host block
+        self.buffer_of = list(range(num_host_blocks))  # host block -> index of its buffer
         self._spare_buffers = list(range(num_host_blocks, num_buffers))
         self._generations = [0] * num_host_blocks
         self._locks = [threading.Lock() for _ in range(num_host_blocks)]
@@ -132,18 +138,20 @@ class TierStore:
         self.checksums: Checksums | None = None
         if verify_on_load and self.block_bytes % PAGE_BYTES == 0:
             self.checksums = Checksums(self.kv)
-        self._verification: Verification | None = None  # verification of the last load
+        self._verification: Verification | None = None  # The verification of the last load.
         self._events: deque[TimedEvent] = deque()
         self._event_arrived = threading.Event()
-        self._pending: dict[int, PendingFetch] = {}  # fetches without a disk event, by id
-        self._last_progress = 0.0  # when the disk last finished a fetch, or got the first one
-        self.read_seconds = 0.0  # total time of all fetches, summed over readers
-        self.fetch_ids = itertools.count(1)  # shared by all schedulers that use this store
-        # A part of a record to read, from this byte on; or a record to remove; or None: end.
+        self._pending: dict[int, PendingFetch] = {}  # The fetches without a disk event, by id.
+        # The time when the disk last finished a fetch, or got one while it had none.
+        self._last_progress = 0.0
+        self.read_seconds = 0.0  # The total time that readers have spent on successful fetches.
+        self.fetch_ids = itertools.count(1)  # All schedulers that use this store share the ids.
+        # A job is a part of a record to read, with its first byte, or the hash of a record to
+        # remove. None ends a reader.
         self._read_jobs: queue.SimpleQueue[tuple[RecordRead, int] | bytes | None]
         self._read_jobs = queue.SimpleQueue()
         self._save_jobs: queue.SimpleQueue[tuple[Save, int] | None] = queue.SimpleQueue()
-        # Work that waits for a CUDA event, in order.
+        # The actions that wait for a CUDA event, in order.
         self._deferred: deque[tuple[Any, Callable[[], None]]] = deque()
         self._last_warning: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
@@ -161,7 +169,7 @@ class TierStore:
     # ---- a step ----------------------------------------------------------------------------------
 
     def begin(self, plan: Plan) -> None:
-        """Start the step's stores, saves and fetches. Runs before anything else of the step."""
+        """Start the stores, saves and fetches of a step. Call this before the rest of the step."""
         for _, host_block in plan.stores:
             self._new_generation(host_block)
         if self._staging is not None:
@@ -173,7 +181,7 @@ class TierStore:
             if self._save_jobs.qsize() + len(self._deferred) < self.num_host_blocks:
                 job = (save, self._generations[save.host_block])
                 self._when_stored(save.host_block, partial(self._save_jobs.put, job))
-            else:  # the content would be gone when its turn comes
+            else:  # The host block would be overwritten before the thread reaches this save.
                 self._report(DiskEvent("unsaved", save.hash, reason="behind"))
         if plan.fetches and not self._pending:
             self._last_progress = time.monotonic()
@@ -193,7 +201,8 @@ class TierStore:
         if self._staging is not None:
             self._staging.wait_for_stores([host_block for host_block, _ in loads])
         if loads:
-            # In one call: each call releases the interpreter, and readers keep it for a while.
+            # All blocks are copied in one call, because each call releases the interpreter lock,
+            # and readers then hold it for a while.
             sources = [self.buffers[self.buffer_of[host_block]] for host_block, _ in loads]
             targets = [self.kv[block] for _, block in loads]
             torch._foreach_copy_(targets, sources, non_blocking=True)
@@ -207,8 +216,10 @@ class TierStore:
         return verification
 
     def corrupt_blocks(self, verification: Verification) -> set[int]:
-        """Return the host blocks whose records were corrupt, and remove those records. The step
-        must be over."""
+        """Return the host blocks whose records were corrupt, and remove those records.
+
+        Call this after the end of the step.
+        """
         corrupt = verification.corrupt()
         for content_hash in corrupt.values():
             self._warn("corrupt", "KV on disk: corrupt: checksum of KV")
@@ -216,21 +227,23 @@ class TierStore:
         return set(corrupt)
 
     def collect_events(self, wait: bool) -> list[DiskEvent]:
-        """Return the disk events since the last call, one for each fetch. `wait`: up to EVENT_WAIT
-        seconds, unless every fetch is answered."""
+        """Return the disk events since the last call, one for each fetch.
+
+        With `wait`, wait until every fetch has an event, for at most EVENT_WAIT seconds.
+        """
         while self._deferred and self._deferred[0][0].query():
-            _, then = self._deferred.popleft()
-            then()
+            _, action = self._deferred.popleft()
+            action()
         if wait:
             self._wait_for_events()
         events: list[DiskEvent] = []
         while self._events:
             finished_at, event, reader_seconds = self._events.popleft()
             if event.fetch_id and self._pending.pop(event.fetch_id, None) is None:
-                continue  # it was given up
+                continue  # _give_up() has reported this fetch as missed.
             if event.kind == "fetched":
                 self.read_seconds += reader_seconds
-                # Fetches run beside each other: count what this one added to the total time.
+                # Fetches run at the same time, so only the time since the last progress is counted.
                 started_at = max(self._last_progress, finished_at - event.seconds)
                 event = event._replace(seconds=max(finished_at - started_at, 1e-9))
             if event.fetch_id:
@@ -242,14 +255,14 @@ class TierStore:
 
     def _wait_for_events(self) -> None:
         deadline = time.monotonic() + EVENT_WAIT
-        while (seconds_left := deadline - time.monotonic()) > 0:
+        while (remaining := deadline - time.monotonic()) > 0:
             self._event_arrived.clear()
             if len(self._events) >= len(self._pending):
                 break
-            self._event_arrived.wait(seconds_left)
+            self._event_arrived.wait(remaining)
 
     def _give_up(self) -> list[DiskEvent]:
-        """Answer all pending fetches as late."""
+        """Return events that report all pending fetches as missed."""
         self._warn(
             "late",
             f"the disk has not answered for {DISK_TIMEOUT:g} s: {len(self._pending)} blocks are "
@@ -258,24 +271,25 @@ class TierStore:
         events = []
         for fetch, generation in self._pending.values():
             if self._generations[fetch.host_block] == generation:
-                self._new_generation(
-                    fetch.host_block
-                )  # readers skip fetches that they have not started
+                # With the new generation, readers skip fetches that they have not started.
+                self._new_generation(fetch.host_block)
             events.append(DiskEvent("missed", fetch.hash, fetch.fetch_id, "late", DISK_TIMEOUT))
         self._pending.clear()
         return events
 
-    def _when_stored(self, host_block: int, then: Callable[[], None]) -> None:
-        """Call `then` at once, or in collect_events() after the last store of the host block."""
+    def _when_stored(self, host_block: int, action: Callable[[], None]) -> None:
+        """Call `action` after the last store of the host block, at once or in collect_events()."""
         event = self._staging.stored.get(host_block) if self._staging is not None else None
         if event is None or event.query():
-            then()
+            action()
         else:
-            self._deferred.append((event, then))
+            self._deferred.append((event, action))
 
     def _new_generation(self, host_block: int) -> int:
-        """Return a new generation for the host block, which gets a new content. Waits for a thread
-        that copies out of it: about a millisecond."""
+        """Return a new generation for a host block that gets a new content.
+
+        If a thread is copying the old content, this waits for about a millisecond.
+        """
         with self._locks[host_block]:
             if self.checksums is not None:
                 self.checksums.forget(host_block)
@@ -296,45 +310,48 @@ class TierStore:
     def _read_part(self, read: RecordRead, start: int) -> None:
         started_at = time.monotonic()
         with read.lock:
-            is_first = not read.taken
-            read.taken = True
+            is_first = not read.has_reader
+            read.has_reader = True
         if is_first:
-            self._open(read, started_at)
-        reason = read.miss_reason
-        if not reason and not read.opened.wait(OPEN_TIMEOUT):
-            reason = "late"
-        reason = reason or read.miss_reason
-        if not reason and self._generations[read.fetch.host_block] != read.generation:
-            reason = "overtaken"
-        if not reason:
+            self._open_record(read, started_at)
+        miss_reason = read.miss_reason
+        if not miss_reason and not read.opened.wait(OPEN_TIMEOUT):
+            miss_reason = "late"
+        miss_reason = miss_reason or read.miss_reason
+        if not miss_reason and self._generations[read.fetch.host_block] != read.generation:
+            miss_reason = "overtaken"
+        if not miss_reason:
             assert read.record is not None
             target = self._bytes[read.buffer].data[start : start + PART_BYTES]
-            reason, _ = self._try(read.record.read, target, start)
+            miss_reason, _ = self._attempt(read.record.read, target, start)
         with read.lock:
-            read.miss_reason = read.miss_reason or reason
+            read.miss_reason = read.miss_reason or miss_reason
             read.reader_seconds += time.monotonic() - started_at
-            read.parts_left -= 1
-            is_last = not read.parts_left
+            read.unread_parts -= 1
+            is_last = not read.unread_parts
         if is_last:
             self._finish_read(read)
 
-    def _open(self, read: RecordRead, started_at: float) -> None:
+    def _open_record(self, read: RecordRead, started_at: float) -> None:
         read.started_at = started_at
         read.buffer = self._spare_buffers.pop()
         reason = "overtaken"
         if self._generations[read.fetch.host_block] == read.generation:
-            reason, read.record = self._try(Record, self.disk, read.fetch.hash, read.fetch.tokens)
+            reason, read.record = self._attempt(
+                Record, self.disk, read.fetch.hash, read.fetch.tokens
+            )
         with read.lock:
-            read.miss_reason = read.miss_reason or reason  # another reader may have given up
+            # The reader of another part may have set a reason already.
+            read.miss_reason = read.miss_reason or reason
         read.opened.set()
 
     def _finish_read(self, read: RecordRead) -> None:
-        """End a read whose parts are all read, or skipped after a miss."""
+        """End a read after all its parts were read, or were skipped after a miss."""
         fetch = read.fetch
         buffer = read.buffer
         record = read.record
         if not read.miss_reason and record is not None and self.checksums is None:
-            read.miss_reason, _ = self._try(record.verify, self._bytes[buffer].data)
+            read.miss_reason, _ = self._attempt(record.verify, self._bytes[buffer].data)
         if not read.miss_reason and record is not None:
             with self._locks[fetch.host_block]:
                 if self._generations[fetch.host_block] == read.generation:
@@ -350,7 +367,8 @@ class TierStore:
             event = DiskEvent("fetched", fetch.hash, fetch.fetch_id, seconds=seconds)
         self._report(event, read.reader_seconds)
         if record is not None:
-            record.close(used=not read.miss_reason)  # after the report: nothing waits for it
+            # The file is closed after the report, because nothing waits for that.
+            record.close(used=not read.miss_reason)
 
     def _save_loop(self) -> None:
         assert self.disk is not None
@@ -365,7 +383,7 @@ class TierStore:
                 self._report(DiskEvent("listed", listed_hashes=self.disk.sweep()))
             reason = "paused"
             if now >= paused_until:
-                reason, _ = self._try(self._save, save, generation, buffer)
+                reason, _ = self._attempt(self._save, save, generation, buffer)
             if reason in ("full", "io", "error"):
                 paused_until = time.monotonic() + WRITE_PAUSE
             kind = "unsaved" if reason else "saved"
@@ -379,13 +397,12 @@ class TierStore:
             buffer[:] = self._bytes[self.buffer_of[save.host_block]]
         self.disk.write(save.hash, save.tokens, buffer.data)
 
-    def _try(self, work: Callable[..., Any], *arguments: object) -> tuple[str, Any]:
-        """Return ("", result), or in one word why the work failed, and None."""
+    def _attempt(self, work: Callable[..., Any], *arguments: object) -> tuple[str, Any]:
+        """Call a function. Returns ("", its result), or (the reason of a failure, None)."""
         try:
             return "", work(*arguments)
         except DiskMiss as miss:
-            # "gone" and "overtaken" are normal if several servers share a directory or a disk is
-            # slow.
+            # These reasons are normal if several servers share a directory, or if a disk is slow.
             if miss.reason not in ("gone", "overtaken"):
                 self._warn(miss.reason, f"KV on disk: {miss}")
             return miss.reason, None
@@ -394,8 +411,11 @@ class TierStore:
             return "error", None
 
     def _report(self, event: DiskEvent, reader_seconds: float = 0.0) -> None:
-        """Pass an event to the engine's thread. It is woken only when every fetch is answered: each
-        time it wakes, a reader waits for the interpreter."""
+        """Pass an event to the engine's thread.
+
+        That thread is woken only when every fetch has an event, because a reader must wait for the
+        interpreter lock each time it wakes.
+        """
         self._events.append(TimedEvent(time.monotonic(), event, reader_seconds))
         if len(self._events) >= len(self._pending):
             self._event_arrived.set()
@@ -407,10 +427,10 @@ class TierStore:
             log.warning("%s", message)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Write the pending saves within the timeout, and end the threads."""
-        for event, then in self._deferred:
+        """Write the pending saves, and end the threads. This takes at most `timeout` seconds."""
+        for event, action in self._deferred:
             event.synchronize()
-            then()
+            action()
         self._deferred.clear()
         for _ in self._threads[1:]:
             self._read_jobs.put(None)

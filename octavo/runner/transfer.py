@@ -1,8 +1,8 @@
 """Copies host values to the device and results back, without waiting in between.
 
-There is one copy each way per step. Pinned buffers come fresh from torch's caching host allocator,
-which reuses a buffer only after the copy that reads it has run: the host can never overwrite what
-the device has yet to read.
+There is one copy in each direction per step. Every copy takes a pinned buffer from torch's caching
+host allocator, which reuses a buffer only after the copy that reads it has run. So the host never
+overwrites values that the device has not read yet.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class Upload:
-    """Collects small arrays, sends them in one copy and hands out device views of its parts."""
+    """Collects small arrays and sends them in one copy. A slice locates each array in the copy."""
 
     def __init__(self) -> None:
-        self._parts: list[NDArray[np.int32]] = []
+        self._arrays: list[NDArray[np.int32]] = []
         self._size = 0
 
     def ints(self, values: ArrayLike) -> slice:
@@ -34,17 +34,19 @@ class Upload:
             self.ints([0])
         return self._add(np.asarray(values, dtype=np.int64).reshape(-1).view(np.int32))
 
-    def _add(self, part: NDArray[np.int32]) -> slice:
-        self._parts.append(part)
-        self._size += len(part)
-        return slice(self._size - len(part), self._size)
+    def _add(self, array: NDArray[np.int32]) -> slice:
+        self._arrays.append(array)
+        self._size += len(array)
+        return slice(self._size - len(array), self._size)
 
     def send(self, device: torch.device) -> Tensor:
-        """Return all parts as one int32 tensor on the device. Index it with the slices, and view
-        floats as `.view(torch.float32)`."""
+        """Return all arrays as one int32 tensor on the device.
+
+        Index the tensor with the slices, and view floats as `.view(torch.float32)`.
+        """
         host = torch.empty(self._size, dtype=torch.int32, pin_memory=device.type == "cuda")
-        if self._parts:
-            np.concatenate(self._parts, out=host.numpy())
+        if self._arrays:
+            np.concatenate(self._arrays, out=host.numpy())
         return host.to(device, non_blocking=True)
 
 
@@ -53,9 +55,10 @@ def copy_async(target: Tensor, source: Tensor) -> None:
 
 
 class Download:
-    """Results on their way to the host. `wait` returns them once they are there.
+    """Results on their way to the host. `wait` returns them after they have arrived.
 
-    `copy(target, source)` copies without waiting."""
+    `copy(target, source)` copies without waiting.
+    """
 
     def __init__(self, *tensors: Tensor, copy: Callable[[Tensor, Tensor], None] = copy_async):
         self._event: torch.cuda.Event | None = None
