@@ -22,27 +22,33 @@ from octavo.types import Item
 class ForwardResult(NamedTuple):
     """The outputs of a forward pass that the sampler needs, for R items."""
 
-    slots: Tensor  # [R] batch slots (int32)
+    slots: Tensor  # [R] The batch slots (int32).
     logits: Tensor  # [R, vocab]
-    lengths: Tensor  # [R] tokens in each slot, which is the new token's position
-    tokens: Tensor | None = None  # [R] tokens that a CUDA graph has sampled already
-    # [R] rows that a CUDA graph has kept (octavo/runner/verification.py)
-    kept: Tensor | None = None
+    lengths: Tensor  # [R] The number of tokens in each slot: the position of the next token.
+    tokens: Tensor | None = None  # [R] The tokens that a CUDA graph or a CPU job has sampled.
+    # [R] Whether each row with drafts is kept (octavo/runner/verification.py).
+    kept_rows: Tensor | None = None
 
 
 def lay_out(items: list[Item]) -> NDArray[np.int32]:
-    """Return slots [S] | number of tokens [S] | first token and end [S + 1] | item of each token
-    [T] | offset of each token in its item [T]."""
+    """Return the layout of S items with T tokens in one array.
+
+    slots [S] | number of tokens [S] | index of the first token, and the end [S + 1] |
+    item of each token [T] | offset of each token in its item [T]
+    """
     pairs = np.array([(item.slot, item.num_tokens) for item in items], dtype=np.int64)
-    pairs = pairs.reshape(-1, 2)  # there may be no items
+    pairs = pairs.reshape(-1, 2)  # This gives the shape [0, 2] if there are no items.
     return _joined(pairs[:, 0], pairs[:, 1])
 
 
 def lay_out_padded(
     items: list[Item], padding_slot: int, num_items: int, num_tokens: int, num_decoding: int
 ) -> NDArray[np.int32]:
-    """Lay out a batch of fixed size. Items without tokens follow the given ones, and a last item
-    takes the remaining tokens. The first `num_decoding` items have one token each in any case."""
+    """Lay out a batch of `num_items` items and `num_tokens` tokens.
+
+    Items without tokens follow the given items, and the last item has all remaining tokens. The
+    first `num_decoding` items always have one token each.
+    """
     slots = np.full(num_items, padding_slot)
     counts = np.zeros(num_items, dtype=np.int64)
     counts[:num_decoding] = 1
@@ -66,8 +72,10 @@ def gather(
     block_size: int,
     spans: list[Span],
 ) -> ForwardBatch:
-    """Build the batch from the array of lay_out(), on the device. Only the last token of each item
-    gets logits."""
+    """Build the batch from the array of lay_out(), on the device.
+
+    Only the last token of each item gets logits.
+    """
     num_tokens = (len(layout) - 3 * num_items - 1) // 2
     slots, counts, starts, item_of_token, offsets = layout.split(
         [num_items, num_items, num_items + 1, num_tokens, num_tokens]
@@ -79,7 +87,7 @@ def gather(
     positions = (first_positions[item_of_token] + offsets).long()
     blocks = batch_slots.block_table[token_slots, positions // block_size].long()
     return ForwardBatch(
-        # A slot whose logits held no finite number has token -1; its sequence ends soon.
+        # A slot whose logits had no finite number has token -1. Its sequence ends soon.
         ids=batch_slots.tokens[token_slots, positions].long().clamp_(min=0),
         positions=positions,
         kv_indices=blocks * block_size + positions % block_size,
@@ -119,8 +127,10 @@ def one_token_each(
 
 
 def last_tokens(batch: ForwardBatch, items: Tensor, spans: list[Span]) -> ForwardBatch:
-    """Return the last token of each of these items as a batch that decodes. A step's last layer
-    computes K and V for all tokens, and everything else only for these."""
+    """Return the last token of each of these items as a batch that decodes.
+
+    The last layer of a step computes K and V for all tokens, and the rest only for these tokens.
+    """
     indices = batch.logit_indices
     return ForwardBatch(
         ids=batch.ids[indices],

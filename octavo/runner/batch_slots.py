@@ -1,9 +1,9 @@
-"""Device-resident state of running sequences: each holds one batch slot with its tokens, positions,
-block table and sampling parameters.
+"""The state of running sequences on the device.
 
-Only plans change a slot (slot_fills, table_updates and drafts), and the step itself, which writes
-the tokens it sampled. A step can therefore be launched before the results of the previous step are
-on the host: its inputs are gathered from the slots, on the device.
+Each sequence holds one batch slot with its tokens, positions, block table and sampling parameters.
+A slot is changed only by plans (slot_fills, table_updates and drafts) and by the step itself, which
+writes the tokens that it sampled. The inputs of a step are gathered from the slots on the device.
+A step can therefore be launched before the results of the previous step are on the host.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class IntColumn(IntEnum):
     TOP_K = 3
     SEED_LOW = 4
     SEED_HIGH = 5
-    DROPPED_TOKENS = 6  # text position = cache position + this
-    MAX_DISTANCE = 7  # min-p, as in octavo.ops.SamplingColumns
+    DROPPED_TOKENS = 6  # The position in the text minus the position in the KV cache.
+    MAX_DISTANCE = 7  # The form of min-p in octavo.ops.SamplingColumns.
 
 
 class FloatColumn(IntEnum):
@@ -90,7 +90,7 @@ def float_values(fill: SlotFill) -> list[float]:
 
 
 def is_special(fill: SlotFill) -> bool:
-    """Return whether sampling needs more than Ops.choose: then a step takes the slow path."""
+    """Return whether sampling needs more than Ops.choose. A step then takes the slow path."""
     params = fill.params
     changes_logits = (
         params.has_penalties
@@ -103,10 +103,11 @@ def is_special(fill: SlotFill) -> bool:
 
 
 class BatchSlots:
-    """One int32 array [slots, columns], so that all changes of a step are one copy and one scatter.
-    The other tensors are views of it:
+    """The batch slots as one int32 array [slots, columns].
 
-    ints | floats | block_table | tokens        each begins on 16 bytes
+    All changes of a step are one copy and one scatter. The other tensors are views of the array:
+
+    ints | floats | block_table | tokens        each view begins at a multiple of 16 bytes
     """
 
     def __init__(
@@ -118,7 +119,9 @@ class BatchSlots:
         is_bounded: bool = False,
     ):
         self.device = device
-        self.is_bounded = is_bounded  # KV is bounded: cache positions may differ from the text's
+        # True means that sequences may drop blocks. Positions in the KV cache then differ from
+        # positions in the text.
+        self.is_bounded = is_bounded
         # Batches of a fixed size are padded with this slot, which uses position 0 of block 0.
         self.padding_slot = max_slots
         num_slots = max_slots + 1
@@ -153,7 +156,7 @@ class BatchSlots:
         )
         # The latest SlotFill of each slot.
         self.slot_fills: list[SlotFill | None] = [None] * num_slots
-        self.special_slots: set[int] = set()  # is_special() of their SlotFill
+        self.special_slots: set[int] = set()  # The slots for whose SlotFill is_special() is true.
 
     def table_index(self, slot: int, logical_block: int) -> int:
         """Return the index into `flat` of an entry of a slot's block table."""
@@ -164,10 +167,12 @@ class BatchSlots:
         return slot * self.columns + self._tokens_at + position
 
     def stage(self, plan: Plan, upload: Upload) -> tuple[slice, slice]:
-        """Add the plan's changes to the step's upload. Returns the slices of the indices into
-        `flat` and of the values."""
+        """Add the plan's changes to the step's upload.
+
+        Returns the slice of the indices into `flat`, and the slice of the values.
+        """
         tables: dict[int, array[int]] = {}
-        run_starts: list[int] = []  # index of each contiguous run of values
+        run_starts: list[int] = []  # The index of each contiguous run of values.
         runs: list[array[int] | array[float]] = []
         for fill in plan.slot_fills:
             self.slot_fills[fill.slot] = fill
@@ -194,15 +199,15 @@ class BatchSlots:
         single_values = array("i")
         for slot, logical_block, block in plan.table_updates:
             if slot in tables and logical_block < len(tables[slot]):
-                # The plan also fills the slot: an index must not be written twice.
+                # The plan also fills the slot, and an index must not be written twice.
                 tables[slot][logical_block] = block
             else:
                 single_indices.append(self.table_index(slot, logical_block))
                 single_values.append(block)
         for index, drafts in plan.drafts.items():
             item = plan.items[index]
-            first = self.token_index(item.slot, item.max_kv_len - len(drafts))
-            single_indices.extend(range(first, first + len(drafts)))
+            first_index = self.token_index(item.slot, item.max_kv_len - len(drafts))
+            single_indices.extend(range(first_index, first_index + len(drafts)))
             single_values.extend(drafts)
         if not runs:
             return upload.longs(single_indices), upload.ints(single_values)
@@ -213,9 +218,9 @@ class BatchSlots:
         values = np.frombuffer(b"".join([*runs, single_values]), np.int32)
         return upload.longs(np.concatenate([indices, single_indices])), upload.ints(values)
 
-    def apply(self, staged: tuple[slice, slice], sent: Tensor) -> None:
+    def apply(self, staged: tuple[slice, slice], uploaded: Tensor) -> None:
         """Apply the staged changes on the device."""
-        indices, values = (sent[part] for part in staged)
+        indices, values = (uploaded[staged_slice] for staged_slice in staged)
         if len(values):
             self.flat[indices.view(torch.int64)] = values
 

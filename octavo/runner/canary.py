@@ -1,11 +1,13 @@
-"""The KV canary finds blocks that two sequences use at once. For debugging: it waits for the device
-in each step.
+"""The KV canary finds blocks that two sequences use at once.
 
-Each KV position has a mark: a hash of its token, its position and all tokens before it. A step
-first compares the marks of all positions that its items read with marks computed from the tokens of
-their slots. Then it writes the marks of its own positions.
+It is for debugging, because it waits for the device in each step. Each KV position has a mark: a
+hash of its token, its position and all tokens before it. A step first compares the marks of all
+positions that its items read with marks computed from the tokens of their slots. Then it writes the
+marks of its own positions.
 
-    mark(p) = sum over i <= p of (token[i] + 1) * weight[i]     modulo 2^64: a running sum suffices
+    mark(p) = sum over i <= p of (token[i] + 1) * weight[i]     modulo 2^64
+
+All marks of a sequence are one running sum.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ class Canary:
             -(2**63), 2**63 - 1, (max_len + 1,), generator=generator, dtype=torch.int64
         )
         self.weights = (weights | 1).to(device)
-        self.last_writers = [0] * (num_blocks + 1)  # Sequence.id of the last writer of each block
+        # The Sequence.id of the last writer of each block.
+        self.last_writers = [0] * (num_blocks + 1)
 
     def check_step(self, plan: Plan, batch_slots: BatchSlots) -> None:
-        """Check a plan after its changes to the slots and before its forward pass. Raises
-        KVCorrupted."""
+        """Check a plan after its changes to the slots and before its forward pass.
+
+        Raises KVCorrupted if an item would read KV that another sequence has written.
+        """
         if plan.copies:
             device = self.marks.device
             sources = torch.tensor([source for source, _ in plan.copies], device=device)
@@ -47,8 +52,10 @@ class Canary:
                 self.last_writers[block] = item.seq_id
 
     def _check_item(self, item: Item, batch_slots: BatchSlots) -> tuple[Tensor, Tensor, Tensor]:
-        """Compare the positions that the item reads. Returns blocks, offsets and marks [num_tokens]
-        of the positions that it writes."""
+        """Compare the marks of the positions that the item reads.
+
+        Returns blocks, offsets and marks [num_tokens] of the positions that it writes.
+        """
         start = int(batch_slots.computed[item.slot])
         end = start + item.num_tokens
         positions = torch.arange(end, device=self.marks.device)

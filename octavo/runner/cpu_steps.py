@@ -1,4 +1,4 @@
-"""Runs each decode step on a CPU as one job, as CUDA graphs do on a GPU (octavo/runner/graphs.py).
+"""Runs each decode step on a CPU as one job, like a CUDA graph on a GPU (octavo/runner/graphs.py).
 
 A step may verify drafts: several rows then belong to one sequence. A drafter on the device drafts
 before the step and computes its own KV of the step's tokens afterwards.
@@ -25,10 +25,13 @@ class CpuSteps:
         self.kv = kv
         self.batch_slots = batch_slots
         self.drafter = drafter
-        self.flat = batch_slots.flat.numpy()  # the memory of all slots
+        self.flat = batch_slots.flat.numpy()  # The memory of all slots.
 
     def is_decode(self, plan: Plan) -> bool:
-        """Return whether a step only decodes and verifies drafts. Stores run before it."""
+        """Return whether a step only decodes and verifies drafts.
+
+        It may have stores, because they run before it.
+        """
         if changes_slots(plan):
             return False
         return all(item.start is None and item.sample for item in plan.items)
@@ -60,8 +63,8 @@ class CpuSteps:
         """Write the plan's drafts to the slots, and let the device draft for the other items."""
         for index, drafts in plan.drafts.items():
             item = plan.items[index]
-            first = self.batch_slots.token_index(item.slot, item.max_kv_len - len(drafts))
-            self.flat[first : first + len(drafts)] = drafts
+            first_index = self.batch_slots.token_index(item.slot, item.max_kv_len - len(drafts))
+            self.flat[first_index : first_index + len(drafts)] = drafts
         passes = slots_to_draft(plan)
         if passes:
             assert self.drafter is not None

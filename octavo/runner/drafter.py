@@ -1,4 +1,4 @@
-"""Drafters on the device: they guess the next tokens of sequences, one forward pass for each draft.
+"""Drafters on the device guess the next tokens of sequences, with one forward pass for each draft.
 
     EarlyExit    the first layers of the target, with the target's KV cache
     DraftModel   another model with the same vocabulary, with a KV cache of its own
@@ -6,12 +6,12 @@
 
 The runner calls draft() before the target's forward pass in a step that verifies drafts, and
 observe() after the target's forward pass in every step. Both use the device alone, so that a CUDA
-graph can contain them. A KV cache of its own uses the block tables of the target, so the scheduler
-need not manage it. Where its content is missing or stale, as after a load from the host tier,
-drafts get worse and tokens stay the same.
+graph can contain them. The KV cache of a drafter uses the block tables of the target, so the
+scheduler need not manage it. Its content may be missing or stale, such as after a load from the
+host tier. Drafts are then worse, and the tokens stay the same.
 
-Drafts are drawn with the noise that the target draws with, so that both mostly draw the same token
-where their distributions agree. Drafts lie behind the known tokens of a slot until the step has
+Drafts are sampled with the same noise as the tokens of the target, so that both are mostly equal
+where the distributions agree. Drafts are behind the known tokens of a slot until the step has
 verified them.
 """
 
@@ -35,18 +35,19 @@ class Observed(NamedTuple):
     """The target's forward pass of one step. The slots hold the sampled tokens already."""
 
     batch: ForwardBatch
-    hidden: Tensor  # [T, hidden] if the drafter needs it, and otherwise of some tokens only
+    # [T, hidden] The states of all tokens if the drafter needs them, and otherwise of some tokens.
+    hidden: Tensor
 
 
 class Drafter(Protocol):
     @property
     def kv(self) -> KVStore | None:
-        """The KV cache of its own, if it has one."""
+        """The drafter's KV cache, or None if it has none of its own."""
         ...
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether observe() needs the hidden states of all tokens."""
+        """True if observe() needs the hidden states of all tokens."""
         ...
 
     def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
@@ -54,9 +55,11 @@ class Drafter(Protocol):
         ...
 
     def draft(self, passes: Sequence[Tensor], max_len: int, batch_slots: BatchSlots) -> None:
-        """Write drafts behind the known tokens of batch slots. `passes` lists for each pass the
-        slots [S] (int32) that get one more draft. Only their blocks have room for it. No draft is
-        behind position `max_len`."""
+        """Write drafts behind the known tokens of batch slots.
+
+        `passes` has for each pass the slots [S] (int32) that get one more draft. Other slots may
+        have no room for it. The position of a draft is at most `max_len`.
+        """
         ...
 
 
@@ -65,8 +68,10 @@ class EarlyExit:
     needs_hidden = False
 
     def __init__(self, model: CausalLM, target_kv: KVStore):
-        """`model` has the first layers of the target. It writes the KV that the target writes again
-        when it verifies the drafts."""
+        """Create the drafter. `model` has the first layers of the target.
+
+        It writes the KV that the target writes again when it verifies the drafts.
+        """
         self.model = model
         self.target_kv = target_kv
 
@@ -85,7 +90,7 @@ class DraftModel:
         self.kv = kv
 
     def observe(self, step: Observed, batch_slots: BatchSlots) -> None:
-        """Compute the tokens of the step. They include the last draft, which no pass has read."""
+        """Compute the KV of the step's tokens, including the last draft, which no pass has read."""
         batch = step.batch
         last = None if batch.last is None else replace(batch.last, scratch={})
         own_batch = replace(batch, last=last, watched=None, captured=None, scratch={})

@@ -1,19 +1,19 @@
-"""Steps as CUDA graphs: all kernels of a step in one launch.
+"""Captures steps as CUDA graphs, which launch all kernels of a step with one call.
 
-A step launches some 250 kernels. From Python that takes longer than a small step computes: 17 ms
-for Qwen3-0.6B, of which one decode step takes 1. A graph has a fixed size. There are graphs of
+A step has about 250 kernels. Launching them from Python takes longer than computing a small step:
+17 ms for Qwen3-0.6B, whose decode step takes 1 ms. A graph has a fixed size. There are graphs of
 several sizes, and a step uses the next larger one:
 
-    decode     every item is one token, sampled in the graph. The rest is padded with the padding
-               slot, at position 0 of block 0
-    mixed      up to 512 tokens of any items, sampled in the graph too. The rest is padded with one
-               more item of the padding slot
-    piggyback  like mixed, up to 640 tokens, and the first items are one token each: attention
-               treats those as decoding. Further decoding sequences are items like any other
-    verify     like decode, but several rows may belong to one sequence, because they verify its
-               drafts (octavo/runner/verification.py). A drafter on the device makes them first
+    decode     Every item is one token, which is sampled in the graph. Unused rows are padded with
+               the padding slot, at position 0 of block 0.
+    mixed      Up to 512 tokens of any items. Their next tokens are sampled in the graph too. One
+               more item of the padding slot fills the unused rows.
+    piggyback  Like mixed, with up to 640 tokens. The first items have one token each, and attention
+               treats them as decoding. Further decoding sequences are ordinary items.
+    verify     Like decode, but several rows may belong to one sequence, because they verify its
+               drafts (octavo/runner/verification.py). A drafter on the device runs first.
 
-Attention lengths, tokens and block tables are read from device memory when the graph runs.
+A graph reads attention lengths, tokens and block tables from device memory when it runs.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ class StepGraph:
     """A captured graph and its buffers."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # what the host sends (int32)
-    result: ForwardResult  # the result for all items of the graph
-    # The contents of `inputs`: small decode steps mostly send what the previous step has sent.
-    sent: list[int] = field(default_factory=list)
+    inputs: Tensor  # The buffer that the host fills (int32).
+    result: ForwardResult  # The result for all items of the graph.
+    # The contents of `inputs`. Small decode steps mostly need the same inputs as the step before.
+    sent_inputs: list[int] = field(default_factory=list)
 
     def replay(self, num_items: int) -> ForwardResult:
         """Launch the graph. The result is valid until the next launch."""
         self.graph.replay()
-        parts = [None if part is None else part[:num_items] for part in self.result]
-        return ForwardResult._make(parts)
+        outputs = [None if output is None else output[:num_items] for output in self.result]
+        return ForwardResult._make(outputs)
 
 
 class StepGraphs:
-    copy_to_host = staticmethod(copy_to_host)  # copies sampled tokens to the host
+    copy_to_host = staticmethod(copy_to_host)  # This function copies sampled tokens to the host.
 
     def __init__(
         self,
@@ -94,11 +94,14 @@ class StepGraphs:
             if shape.tokens - shape.decoding <= limits.max_len
         ]
         self.graphs: dict[GraphShape, StepGraph] = {}
-        self.pool: Any = None  # memory that all graphs share: only one runs at a time
+        self.pool: Any = None  # The memory that all graphs share, because one runs at a time.
 
     def shapes(self) -> list[GraphShape]:
-        """Return the shapes of all graphs, the largest of each kind first. With a drafter on the
-        device, each step without drafts has two graphs, one of them with a draft extend."""
+        """Return the shapes of all graphs, the largest of each kind first.
+
+        With a drafter on the device, each shape without drafts has two graphs: with and without a
+        draft extend.
+        """
         decode_shapes = [GraphShape(size, size) for size in self.decode_sizes]
         plain_shapes = decode_shapes[::-1] + self.mixed_shapes[::-1]
         if self.drafter is None:
@@ -119,7 +122,7 @@ class StepGraphs:
             self._run(self.padding_inputs(shape), shape)
 
     def capture_all(self) -> None:
-        """Capture the largest graph first: the others then fit into its memory."""
+        """Capture all graphs, the largest first, so that the others fit into its memory."""
         for shape in self.shapes():
             self._graph_for(shape)
         host = torch.empty(1, dtype=torch.int32, pin_memory=True)
@@ -132,8 +135,11 @@ class StepGraphs:
     # ---- decode ----------------------------------------------------------------------------------
 
     def is_decode(self, plan: Plan) -> bool:
-        """Return whether a step only decodes: one token per item, no new slots, copies or loads.
-        Stores run before it."""
+        """Return whether a step only decodes.
+
+        Such a step has one token per item, and no new slots, copies or loads. It may have stores,
+        because they run before it.
+        """
         if changes_slots(plan):
             return False
         return all(item.num_tokens == 1 and item.sample for item in plan.items)
@@ -151,14 +157,14 @@ class StepGraphs:
         num_padding = size - num_items
         padding = [self.batch_slots.padding_slot] * num_padding
         inputs = slots + padding + blocks + [0] * num_padding
-        if inputs != captured.sent:
+        if inputs != captured.sent_inputs:
             pinned = torch.tensor(inputs, dtype=torch.int32, pin_memory=True)
             captured.inputs.copy_(pinned, non_blocking=True)
-            captured.sent = inputs
+            captured.sent_inputs = inputs
         return captured.replay(num_items)
 
     def run_decode(self, inputs: Tensor, shape: GraphShape) -> ForwardResult:
-        """Compute a decode step. inputs [2 * size]: slots, then the new block of each or 0."""
+        """Compute a decode step. inputs [2 * size] has slots, then the new block of each, or 0."""
         slots, new_blocks = inputs.view(2, -1)
         batch_slots = self.batch_slots
         ids, positions, kv_indices, seq_lens = advance(
@@ -178,7 +184,7 @@ class StepGraphs:
             seq_lens=seq_lens,
             block_table=batch_slots.block_table,
             slots=slots,
-            logit_indices=slots,  # unused: every token has logits
+            logit_indices=slots,  # This is unused, because every token has logits.
             spans=[Span(index, 1, self.max_len) for index in range(len(slots))],
         )
         hidden, logits = self.model.forward_with_logits(batch, self.kv.view)
@@ -193,8 +199,11 @@ class StepGraphs:
             self.drafter.observe(Observed(batch, hidden), self.batch_slots)
 
     def replay(self, shape: GraphShape, layout: Tensor, num_rows: int) -> ForwardResult:
-        """Launch a step with the array of lay_out(). Returns the first `num_rows` items, or rows of
-        drafts. Tokens of items that are not sampled have no meaning."""
+        """Launch a step with the array of lay_out().
+
+        Returns the results of the first `num_rows` items, or of the first rows of a step with
+        drafts. The token of an item that is not sampled is undefined.
+        """
         captured = self._graph_for(shape)
         captured.inputs.copy_(layout)
         return captured.replay(num_rows)
@@ -202,8 +211,10 @@ class StepGraphs:
     # ---- mixed -----------------------------------------------------------------------------------
 
     def find_mixed_shape(self, items: list[Item]) -> GraphShape | None:
-        """Return the smallest graph that these items fit in, if there is one; of equal sizes the
-        one with the most decoding items."""
+        """Return the smallest graph that these items fit in, or None.
+
+        Of graphs with the same size, this is the one with the most decoding items.
+        """
         if any(item.prompt_logprobs is not None for item in items):
             return None
         num_tokens = sum(item.num_tokens for item in items)
@@ -218,8 +229,10 @@ class StepGraphs:
         return None
 
     def lay_out(self, items: list[Item], shape: GraphShape) -> NDArray[np.int32]:
-        """Lay out items as in batch.py, followed by a flag per item: whether it is sampled. For a
-        step that verifies drafts, lay out rows as in verification.py."""
+        """Lay out items as in batch.py, followed by a flag for each item that is sampled.
+
+        For a step that verifies drafts, lay out rows as in verification.py.
+        """
         if shape.verifies:
             return lay_out_drafts(
                 items=items,
@@ -240,13 +253,15 @@ class StepGraphs:
         return np.concatenate([layout, is_sampled])
 
     def run_mixed(self, inputs: Tensor, shape: GraphShape) -> ForwardResult:
-        """Compute a mixed step: logits and tokens of every item's last token. `inputs` come from
-        lay_out()."""
+        """Compute a mixed step, and sample after the last token of every item.
+
+        `inputs` come from lay_out().
+        """
         num_items = shape.items
         layout = inputs[:-num_items]
         is_sampled = inputs[-num_items:]
         spans = [Span(index, 1, self.max_len) for index in range(shape.decoding)]
-        # One span covers the rest, so that attention treats none of it as decoding.
+        # One span covers all other tokens, so that attention treats none of them as decoding.
         spans.append(Span(shape.decoding, shape.tokens - shape.decoding, self.max_len))
         spans += [Span(shape.tokens, 0, self.max_len)] * (num_items - len(spans))
         batch_slots = self.batch_slots
@@ -268,7 +283,7 @@ class StepGraphs:
     # ---- verify ----------------------------------------------------------------------------------
 
     def find_verify_shape(self, plan: Plan) -> GraphShape | None:
-        """Return the smallest graph that verifies the drafts of a plan, if there is one."""
+        """Return the smallest graph that verifies the drafts of a plan, or None."""
         num_passes = len(slots_to_draft(plan))
         if plan.drafts and num_passes:
             return None  # The host drafts for some sequences, and the device for others.
@@ -288,9 +303,9 @@ class StepGraphs:
             self.drafter.draft(passes, self.max_len, batch_slots)
         rows = compute_rows(self.model, self.kv, batch_slots, layout, self.max_len)
         tokens = choose(rows.forward, batch_slots, self.model.ops)
-        kept = keep_rows(rows, batch_slots)
+        kept_rows = keep_rows(rows, batch_slots)
         self._observe(rows.batch, rows.hidden, shape)
-        return rows.forward._replace(tokens=tokens, kept=kept)
+        return rows.forward._replace(tokens=tokens, kept_rows=kept_rows)
 
     # ---- capture ---------------------------------------------------------------------------------
 
@@ -319,7 +334,8 @@ class StepGraphs:
     def _capture(self, shape: GraphShape) -> StepGraph:
         inputs = self.padding_inputs(shape)
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        self._run(inputs, shape)  # uncaptured, to compile kernels and let libraries allocate
+        # This run is not captured. It compiles kernels, and libraries allocate their memory.
+        self._run(inputs, shape)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):

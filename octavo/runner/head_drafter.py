@@ -1,15 +1,15 @@
-"""Drafts of a trained draft head (octavo/model/draft_head.py).
+"""Drafts with a trained draft head (octavo/model/draft_head.py).
 
 The head reads at position i the target's hidden state of position i and token i + 1, and predicts
 token i + 2. It has one layer of KV, with the entry of position i at position i.
 
-    observe   computes all positions of a step with the target's hidden states. The output at the
-              last one predicts the first draft, and is kept for each batch slot
-    draft     chooses the first draft from that output. Every further draft is one pass of the head:
-              its own output takes the place of the target's hidden state
+    observe   Computes all positions of a step with the target's hidden states. The output at the
+              last position predicts the first draft, and is stored for each batch slot.
+    draft     Chooses the first draft from that output. Every further draft takes one pass of the
+              head, with the head's own output in place of the target's hidden state.
 
-A rejected draft leaves KV that came from the head's own output. observe() of the same step
-overwrites it, as far as the sequence has reached.
+A pass of draft() writes KV that was computed from the head's own output. observe() of the same step
+overwrites this KV up to the last position of the sequence.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class HeadDrafter:
     def __init__(self, head: DraftHead, kv: KVStore, max_slots: int):
         self.head = head
         self.kv = kv
-        # [slots, hidden] the head's output that predicts the next draft of each slot
+        # [slots, hidden] The output of the head that predicts the next draft of each slot.
         self.outputs = torch.zeros(
             max_slots + 1, head.config.hidden_size, dtype=head.dtype, device=kv.tensor.device
         )
-        # The rows of _target_logits(), which differ in the same columns every time. A CUDA graph
-        # needs them in one place; on a CPU there are as many as were needed at once.
+        # The rows of _target_logits(), which always differ in the same columns. A CUDA graph needs
+        # them at a fixed address. On a CPU, the number of rows grows when more are needed.
         self._logits = self.outputs[:0]
         if kv.tensor.is_cuda:
             self._reserve_logits(max_slots + 1)
@@ -84,10 +84,12 @@ class HeadDrafter:
             return
         for index, slots in enumerate(passes):
             rows = slots.long()
-            lengths = batch_slots.computed[rows] + index  # positions that the head has computed
+            # The number of positions that the head has computed.
+            lengths = batch_slots.computed[rows] + index
             output = self.outputs[rows]
             if index > 0:
-                ids = batch_slots.tokens[rows, lengths.long()]  # the draft before this one
+                # The ids are the drafts of the previous pass.
+                ids = batch_slots.tokens[rows, lengths.long()]
                 batch = one_token_each(
                     slots, lengths, ids, batch_slots, self.kv.block_size, max_len
                 )
@@ -119,8 +121,11 @@ class HeadDrafter:
         return following
 
     def _target_logits(self, output: Tensor) -> Tensor:
-        """Return the head's logits over the vocabulary of the target. They are -inf for tokens that
-        the head cannot draft. The noise of the choice depends on the target's token."""
+        """Return the head's logits over the vocabulary of the target.
+
+        They are -inf for tokens that the head cannot draft. The choice needs ids of the target's
+        vocabulary, because its noise depends on them.
+        """
         logits = self.head.logits(output)
         num_rows = len(logits)
         if num_rows > len(self._logits):

@@ -1,11 +1,12 @@
-"""User code that changes logits before a token is chosen. The classes are those of vLLM.
+"""Runs user code that changes logits before a token is chosen. The classes are those of vLLM.
 
     LogitsProcessor          changes the logits of all sequences of a step; LLM(logits_processors=)
     AdapterLogitsProcessor   makes a LogitsProcessor of functions for single sequences
-    LogitsPipeline           calls them, and the functions in SamplingParams(logits_processors=)
+    LogitsPipeline           calls processors, and functions in SamplingParams(logits_processors=)
 
 A row of the logits is a batch slot, so the row of a sequence stays the same while it runs. The
-tokens of a sequence are read from the device, which waits for the step before: such a step is slow.
+tokens of a sequence are read from the device. This read waits for the step before, so a step with
+processors is slow.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from octavo.types import SlotFill
 State = TypeVar("State")
 # (output tokens, logits) -> logits, or (prompt tokens, output tokens, logits) -> logits. [V]
 RequestLogitsProcessor = Callable[..., Tensor]
-# row, parameters, prompt tokens, output tokens; the last list grows with the sequence
+# The row, the parameters, the prompt tokens and the output tokens. The last list grows with the
+# sequence.
 AddedRequest = tuple[int, SamplingParams, list[int], list[int]]
 
 
@@ -44,8 +46,10 @@ class MoveDirectionality(Enum):
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """The sequences that have started. The end of a sequence is not reported: its row is taken by
-    the next one."""
+    """The sequences that have started.
+
+    The end of a sequence is not reported. A later sequence takes its row.
+    """
 
     batch_size: int
     removed: Sequence[int]
@@ -80,17 +84,19 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int], list[int]], State | None],
 ) -> bool:
-    """Keep an entry for each row whose sequence `new_state` returns one for. Returns whether
-    anything changed."""
+    """Update the entries of rows in which a sequence has started. Returns whether anything changed.
+
+    `new_state` returns the entry of a sequence, or None if the sequence needs no entry.
+    """
     if batch_update is None:
         return False
-    before = dict(entries)
+    previous = dict(entries)
     for row, params, prompt, output in batch_update.added:
         state = new_state(params, prompt, output)
         entries.pop(row, None)
         if state is not None:
             entries[row] = state
-    return entries != before
+    return entries != previous
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
@@ -129,20 +135,20 @@ def call_processor(
 
 
 def load_processors(
-    given: Sequence[Any], config: VllmConfig, device: torch.device
+    classes: Sequence[Any], config: VllmConfig, device: torch.device
 ) -> list[LogitsProcessor]:
-    """Make a processor of each class, which may be given as package.module:Class."""
-    made: list[LogitsProcessor] = []
-    for each in given:
-        kind = each
-        if isinstance(each, str):
-            kind = find_processor(each)
-        if not (isinstance(kind, type) and issubclass(kind, LogitsProcessor)):
+    """Create a processor of each class. A class may be named as package.module:Class."""
+    processors: list[LogitsProcessor] = []
+    for name_or_class in classes:
+        processor_class = name_or_class
+        if isinstance(name_or_class, str):
+            processor_class = find_processor(name_or_class)
+        if not (isinstance(processor_class, type) and issubclass(processor_class, LogitsProcessor)):
             raise InvalidRequest(
-                f"{each!r} is not a subclass of LogitsProcessor", "logits_processors"
+                f"{name_or_class!r} is not a subclass of LogitsProcessor", "logits_processors"
             )
-        made.append(kind(config, device, device.type == "cuda"))
-    return made
+        processors.append(processor_class(config, device, device.type == "cuda"))
+    return processors
 
 
 def find_processor(name: str) -> Any:
@@ -183,25 +189,30 @@ class LogitsPipeline:
     def applies_to(self, slots: list[int]) -> bool:
         return bool(self.processors) or any(slot in self._tokens for slot in slots)
 
-    def apply(self, forward: ForwardResult, slots: list[int], state: BatchSlots) -> Tensor:
-        """Return the logits of sampled items after all processors. `slots` are the items'."""
-        self._read_tokens(forward, slots, state)
+    def apply(self, forward: ForwardResult, slots: list[int], batch_slots: BatchSlots) -> Tensor:
+        """Return the logits of sampled items after all processors.
+
+        `slots` are the batch slots of the items.
+        """
+        self._read_tokens(forward, slots, batch_slots)
         logits = forward.logits
         if self.processors:
             logits = self._run_processors(logits, slots)
         for row, slot in enumerate(slots):
-            fill = state.slot_fills[slot]
+            fill = batch_slots.slot_fills[slot]
             functions: list[Any] = (fill and fill.params.logits_processors) or []
             for function in functions:
                 logits[row] = call_processor(function, *self._tokens[slot], logits[row])
         return logits
 
-    def _read_tokens(self, forward: ForwardResult, slots: list[int], state: BatchSlots) -> None:
+    def _read_tokens(
+        self, forward: ForwardResult, slots: list[int], batch_slots: BatchSlots
+    ) -> None:
         for slot, length in zip(slots, forward.lengths.tolist(), strict=True):
             if slot in self._tokens:
                 prompt, output = self._tokens[slot]
-                known = len(prompt) + len(output)
-                output += state.tokens[slot, known:length].tolist()
+                num_known = len(prompt) + len(output)
+                output += batch_slots.tokens[slot, num_known:length].tolist()
 
     def _run_processors(self, logits: Tensor, slots: list[int]) -> Tensor:
         update = None
@@ -210,13 +221,13 @@ class LogitsPipeline:
             update = BatchUpdate(num_rows, [], self._added, [])
             self._added = []
         rows = torch.tensor(slots, device=logits.device)
-        by_slot = logits.new_zeros(max(num_rows, self._most_rows()), logits.shape[1])
+        by_slot = logits.new_zeros(max(num_rows, self._min_rows()), logits.shape[1])
         by_slot[rows] = logits
         for processor in self.processors:
             processor.update_state(update)
             by_slot = processor.apply(by_slot)
         return by_slot[rows]
 
-    def _most_rows(self) -> int:
-        """Return a number of rows in which every sequence known to a processor has its row."""
+    def _min_rows(self) -> int:
+        """Return the least number of rows with a row for every sequence that a processor knows."""
         return max(self._tokens, default=0) + 1

@@ -1,10 +1,10 @@
-"""The ranks of tensor parallelism: processes that execute the same plans. Rank 0 uses this module.
+"""Starts the ranks of tensor parallelism, which execute the same plans. Rank 0 uses this module.
 
     rank 0        this process: the scheduler, and a runner with a part of the model
     rank 1 ...    octavo/rank_process.py: a runner with another part of the model
 
 A pipe carries each plan to each rank. Every rank computes the same logits and samples the same
-tokens, because noise depends on seed and position only, so nothing comes back but disk events.
+tokens, because noise depends only on seed and position. So the ranks return only disk events.
 
 The thread that starts a process waits for its end. If a rank ends, its collectives fail on the
 other ranks, and the engine cannot continue: every later step raises RankLost.
@@ -34,9 +34,9 @@ from octavo.types import DiskEvent, Plan, StepResult
 
 log = logging.getLogger(__name__)
 PROGRAM = "octavo.rank_process"
-COLLECTIVE_TIMEOUT = 600.0  # seconds that a collective waits for the slowest rank
+COLLECTIVE_TIMEOUT = 600.0  # A collective waits this many seconds for the slowest rank.
 END_SECONDS = 15.0  # A rank has this time to write KV to disk and to end.
-LOSS_SECONDS = 2.0  # Seconds after a failed collective within which the end of a rank is detected.
+LOSS_SECONDS = 2.0  # The end of a rank is detected within this time after a failed collective.
 
 
 class RankStart(NamedTuple):
@@ -46,7 +46,7 @@ class RankStart(NamedTuple):
     size: int
     store_path: str
     device: str  # "cpu" or "cuda"
-    job: Any  # what octavo/rank_process.py loads
+    job: Any  # The job that octavo/rank_process.py loads.
 
 
 class RankFailed(NamedTuple):
@@ -63,7 +63,7 @@ class RankReport(NamedTuple):
 
 
 class Ranks:
-    """All ranks but rank 0, and the group that connects them with it."""
+    """All ranks except rank 0, and the group that connects them with it."""
 
     def __init__(self, size: int, device: str, job: Any, gpus: Sequence[str] = ()):
         """Start the processes and connect them.
@@ -72,7 +72,8 @@ class Ranks:
         CUDA_VISIBLE_DEVICES.
         """
         self.size = size
-        self.on_loss: Callable[[str], None] | None = None  # called in a thread, with the reason
+        # A thread calls this function with the reason when a rank is lost.
+        self.on_loss: Callable[[str], None] | None = None
         self._lost = threading.Event()
         self._reason = ""
         self._closing = False
@@ -103,12 +104,12 @@ class Ranks:
             self._directory.cleanup()  # Only connecting needs it.
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> None:
-        ours, theirs = Pipe()
-        self._connections[rank] = ours
+        own_end, rank_end = Pipe()
+        self._connections[rank] = own_end
         started = threading.Event()
         thread = threading.Thread(
             target=self._run,
-            args=(rank, environment, theirs, started),
+            args=(rank, environment, rank_end, started),
             daemon=True,
             name=f"rank-{rank}",
         )
@@ -120,7 +121,7 @@ class Ranks:
         self,
         rank: int,
         environment: Mapping[str, str],
-        theirs: Connection,
+        rank_end: Connection,
         started: threading.Event,
     ) -> None:
         """Start a process and wait for its end, in a thread of its own.
@@ -129,8 +130,8 @@ class Ranks:
         """
         try:
             process = self._processes[rank] = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", PROGRAM, str(rank_end.fileno())],
+                pass_fds=[rank_end.fileno()],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # An interrupt from the terminal is for rank 0.
@@ -139,7 +140,7 @@ class Ranks:
             self.lose(f"rank {rank} cannot be started: {error}")
             return
         finally:
-            theirs.close()
+            rank_end.close()
             started.set()
         code = process.wait()
         if not self._closing:
@@ -150,13 +151,13 @@ class Ranks:
     def send(self, message: Any) -> None:
         """Send a message to every rank. Raises RankLost if a rank has ended."""
         self.check()
-        data = pickle.dumps(message)
+        pickled = pickle.dumps(message)
         for rank in self._connections:
-            self._send_bytes(rank, data)
+            self._send_bytes(rank, pickled)
 
-    def _send_bytes(self, rank: int, data: bytes) -> None:
+    def _send_bytes(self, rank: int, pickled: bytes) -> None:
         try:
-            self._connections[rank].send_bytes(data)
+            self._connections[rank].send_bytes(pickled)
         except OSError:
             raise self.loss(rank) from None
 
@@ -190,8 +191,8 @@ class Ranks:
     def loss(self, rank: int | None = None) -> RankLost:
         """Return the error that names the rank that has ended. `rank` has closed its pipe."""
         self.wait_for_loss()
-        silent = "a rank" if rank is None else f"rank {rank}"
-        reason = self._reason or f"{silent} of tensor parallelism does not answer"
+        subject = "a rank" if rank is None else f"rank {rank}"
+        reason = self._reason or f"{subject} of tensor parallelism does not answer"
         return RankLost(f"{reason}. The engine has stopped: make a new one")
 
     def lose(self, reason: str) -> None:
@@ -214,8 +215,10 @@ class Ranks:
                 process.kill()
 
     def close(self) -> None:
-        """End all ranks. A rank whose pipe is closed writes the blocks that wait to be saved, and
-        ends."""
+        """End all ranks.
+
+        A rank whose pipe is closed writes the blocks that wait to be saved, and then ends.
+        """
         with self._lock:
             self._closing = True
             if not self._reason:
@@ -245,7 +248,10 @@ class RankedRunner:
     """Runs each plan on all ranks, with the interface of one runner."""
 
     def __init__(self, runner: Runner, ranks: Ranks, has_disk: bool):
-        """`runner` is that of rank 0. `has_disk` means that there is a disk tier."""
+        """Create the object. `runner` is the runner of rank 0.
+
+        `has_disk` is true if there is a disk tier.
+        """
         self.runner = runner
         self.ranks = ranks
         self.agreement = DiskAgreement(ranks.size) if has_disk else None
@@ -271,20 +277,20 @@ class RankedRunner:
 class RankedHandle:
     """A step that all ranks have launched."""
 
-    def __init__(self, owner: RankedRunner, handle: StepHandle):
-        self.owner = owner
+    def __init__(self, ranked_runner: RankedRunner, handle: StepHandle):
+        self.ranked_runner = ranked_runner
         self.handle = handle
 
     def wait(self) -> StepResult:
-        owner = self.owner
+        ranked_runner = self.ranked_runner
         try:
             result = self.handle.wait()
-            if owner.agreement is not None:
-                reports: list[RankReport] = owner.ranks.receive()
+            if ranked_runner.agreement is not None:
+                reports: list[RankReport] = ranked_runner.ranks.receive()
                 events = [result.disk_events, *(report.disk_events for report in reports)]
-                result.disk_events = owner.agreement.combine(events)
+                result.disk_events = ranked_runner.agreement.combine(events)
                 for report in reports:
                     result.corrupt_host_blocks |= report.corrupt_host_blocks
         except BaseException as error:
-            raise owner.failure(error) from error
+            raise ranked_runner.failure(error) from error
         return result

@@ -1,8 +1,8 @@
-"""launch(plan): update slots and blocks, prepare the batch, run the forward pass, sample. Returns a
-handle at once.
+"""Executes plans: updates slots and blocks, prepares the batch, runs the forward pass and samples.
 
-Sampled tokens depend on nothing but the stream of plans. Disk events and measured times may differ
-between runs. `launch` never waits for the device; `wait()` of the handle does.
+`launch(plan)` returns a handle without waiting for the device. `wait()` of the handle waits and
+returns the results. Sampled tokens depend only on the sequence of plans. Disk events and measured
+times may differ between runs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from octavo.types import Item, Plan, StepResult, TokenLogprobs
 if TYPE_CHECKING:
     from octavo.runner.graphs import StepGraphs
 
-# Prompt positions whose full logits exist at once: 156 MB with a vocabulary of 152k.
+# The logits of this many prompt positions are in memory at once: 156 MB with a vocabulary of 152k.
 LOGPROB_CHUNK = 256
 
 
@@ -58,103 +58,108 @@ class PromptLogprobs(NamedTuple):
 
     item: int
     num_top: int
-    results: Download  # what logprobs_of() returns, and the tokens last
+    results: Download  # The tensors that logprobs_of() returns, and then the tokens.
 
 
 class SampledLogprobs(NamedTuple):
     """Logprobs of sampled tokens, on their way to the host."""
 
-    places: list[tuple[int, int]]  # item, and index among the tokens that are sampled for it
+    # For each record: the index of its item, and the index among the item's sampled tokens.
+    places: list[tuple[int, int]]
     requested: RequestedLogprobs
     results: Download
 
 
 @dataclass(slots=True)
 class StepHandle:
-    """A launched step. Results are converted for the host when it waits for them."""
+    """A launched step. `wait` converts the results for the host."""
 
     items: list[Item] = field(default_factory=list)
-    # One token per item, one per sampled item, or, if there are drafts, one per token computed.
-    # None: no item is sampled.
+    # One token for each item or each sampled item. In a step with drafts, one for each computed
+    # token. It is None if no item is sampled.
     tokens: Download | None = None
-    kept: Download | None = None  # rows of a step with drafts that are kept; None: no drafts
+    # Whether each row of a step with drafts is kept. It is None if there are no drafts.
+    kept_rows: Download | None = None
     logprobs: SampledLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    attention_mass: Download | None = None  # one entry per item that wants it, in order
+    attention_mass: Download | None = None  # One entry for each item that wants it, in order.
     pooled: dict[int, Download] = field(default_factory=dict)  # item index -> hidden states
-    finish: Callable[[StepResult], None] | None = (
-        None  # adds the results that do not belong to items
-    )
+    # This function adds the results that do not belong to items.
+    finish: Callable[[StepResult], None] | None = None
 
     def wait(self) -> StepResult:
-        values = self.tokens.wait()[0].tolist() if self.tokens is not None else []
-        if self.kept is not None:
-            remaining = iter(values)
-            tokens = [list(islice(remaining, item.num_tokens)) for item in self.items]
-        else:
-            if len(values) < len(self.items):  # there are tokens of sampled items only
-                sampled = iter(values)
-                values = [next(sampled) if item.sample else 0 for item in self.items]
-            tokens = [
-                [value] if item.sample else []
-                for item, value in zip(self.items, values, strict=True)
-            ]
-        result = StepResult(tokens)
+        """Wait for the end of the step, and return its results."""
+        result = StepResult(self._tokens_by_item())
         self._add_logprobs(result)
-        if self.kept is not None:
-            drop_rejected(result, self.kept.wait()[0].tolist())
+        if self.kept_rows is not None:
+            drop_rejected(result, self.kept_rows.wait()[0].tolist())
         if self.attention_mass is not None:
-            (mass,) = self.attention_mass.wait()
-            wanting = (index for index, item in enumerate(self.items) if item.wants_attention_mass)
-            result.attention_mass = dict(zip(wanting, mass.tolist(), strict=True))
+            (masses,) = self.attention_mass.wait()
+            measured_items = (
+                index for index, item in enumerate(self.items) if item.wants_attention_mass
+            )
+            result.attention_mass = dict(zip(measured_items, masses.tolist(), strict=True))
         for index, states in self.pooled.items():
             result.pooled[index] = array("f", states.wait()[0].numpy().tobytes())
         if self.finish is not None:
             self.finish(result)
         return result
 
+    def _tokens_by_item(self) -> list[list[int]]:
+        """Return the sampled tokens of each item, including those after a rejected draft."""
+        tokens = self.tokens.wait()[0].tolist() if self.tokens is not None else []
+        if self.kept_rows is not None:
+            row_tokens = iter(tokens)
+            return [list(islice(row_tokens, item.num_tokens)) for item in self.items]
+        if len(tokens) < len(self.items):  # Only sampled items have a token.
+            sampled_tokens = iter(tokens)
+            return [[next(sampled_tokens)] if item.sample else [] for item in self.items]
+        return [
+            [token] if item.sample else [] for item, token in zip(self.items, tokens, strict=True)
+        ]
+
     def _add_logprobs(self, result: StepResult) -> None:
         if self.logprobs is not None:
             places, requested, results = self.logprobs
             result.logprobs = [[] for _ in self.items]
-            chosen = [result.tokens[item][offset] for item, offset in places]
-            records = requested.records(chosen, results.wait())
+            sampled_tokens = [result.tokens[item][offset] for item, offset in places]
+            records = requested.records(sampled_tokens, results.wait())
             for (item, _), record in zip(places, records, strict=True):
                 result.logprobs[item].append(record)
         if self.prompt_logprobs:
             by_item: dict[int, list[TokenLogprobs]] = {}
             for item, num_top, results in self.prompt_logprobs:
-                *parts, tokens = results.wait()
-                records = as_records(tokens.tolist(), parts, [slice(num_top)] * len(tokens))
+                *columns, tokens = results.wait()
+                records = as_records(tokens.tolist(), columns, [slice(num_top)] * len(tokens))
                 by_item.setdefault(item, []).extend(records)
             result.prompt_logprobs = by_item
 
 
-def drop_rejected(result: StepResult, kept: list[bool]) -> None:
+def drop_rejected(result: StepResult, is_row_kept: list[bool]) -> None:
     """Drop the tokens of each item that were sampled after a rejected draft."""
-    rows = iter(kept)
+    flags = iter(is_row_kept)
     for index, tokens in enumerate(result.tokens):
-        count = sum(islice(rows, len(tokens)))
+        count = sum(islice(flags, len(tokens)))
         del tokens[count:]
         if result.logprobs is not None:
             del result.logprobs[index][count:]
 
 
 class StagedStep(NamedTuple):
-    """The host's part of a step: parts of the upload, and indices of items."""
+    """The data of a step that the host has prepared: indices of items, and slices of the upload."""
 
-    shape: GraphShape | None  # the CUDA graph to replay; None: run the kernels one by one
-    item_of_row: list[int]  # the sampled items: each has one row of logits
-    watched: list[int]  # items whose attention is measured
-    pooled: list[int]  # items whose hidden states are reported
+    shape: GraphShape | None  # The CUDA graph to replay. None means that the step has no graph.
+    item_of_row: list[int]  # The sampled items. Each has one row of logits.
+    watched: list[int]  # The items whose attention is measured.
+    pooled: list[int]  # The items whose hidden states are reported.
     copy_sources: slice
     copy_targets: slice
     shifts: slice
     slot_changes: tuple[slice, slice]
     layout: slice
-    row_items: slice  # the numbers of item_of_row
+    row_items: slice  # The numbers of item_of_row.
     watched_indices: slice
-    draft_slots: list[slice]  # one per pass of the drafter: the slots that it drafts for
+    draft_slots: list[slice]  # For each pass of the drafter: the slots that it drafts for.
 
 
 class Runner:
@@ -168,8 +173,11 @@ class Runner:
         canary: Canary | None = None,
         drafter: Drafter | None = None,
     ):
-        """`canary` checks all KV that is read, for debugging; it needs a runner without graphs and
-        tiers. Without a `drafter`, drafts come with the plan."""
+        """Create a runner.
+
+        `canary` checks all KV that is read, for debugging. It needs a runner without graphs and
+        tiers. Without a `drafter`, the plan contains the drafts.
+        """
         self.model = model
         self.kv = kv
         self.device = kv.tensor.device
@@ -184,7 +192,7 @@ class Runner:
         self.canary = canary
         self.drafter = drafter
         self.logits_pipeline = LogitsPipeline()
-        # Steps that run in one call: as CUDA graphs, or as jobs of a CPU.
+        # Small steps run in one call: as a CUDA graph, or as a job of a CPU.
         self.graphs: StepGraphs | None = None
         self.cpu_steps: CpuSteps | None = None
         if use_graphs and self.device.type == "cuda":
@@ -195,7 +203,7 @@ class Runner:
             self.cpu_steps = CpuSteps(step, kv, self.batch_slots, drafter)
 
     def capture(self) -> None:
-        """Capture every graph now. Otherwise each is captured when it is first needed."""
+        """Capture every graph now. Without this call, a graph is captured when it is first used."""
         if self.graphs is not None:
             self.graphs.capture_all()
 
@@ -226,8 +234,8 @@ class Runner:
         if plan.touches_slots:
             handle = self._launch_step(plan, timer)
         else:
-            # A sequence waits for the disk. Reader threads take the interpreter wherever a call
-            # releases it, so this path makes as few calls as possible.
+            # A sequence waits for the disk. Wherever a call releases the interpreter lock, reader
+            # threads take it, so this path makes as few calls as possible.
             handle = StepHandle()
             if timer is not None:
                 tier_store.load(plan.loads)
@@ -247,8 +255,10 @@ class Runner:
         return handle
 
     def _launch_step(self, plan: Plan, timer: StepTimer | None = None) -> StepHandle:
-        """Launch everything of a step but its stores: as a decode graph, a mixed graph or a job of
-        a CPU, or kernel by kernel."""
+        """Launch a step without its stores.
+
+        It runs as a decode graph, as a mixed graph, as a job of a CPU, or kernel by kernel.
+        """
         self.logits_pipeline.add(plan.slot_fills)
         watched: list[int] = []
         if self.batch_slots.is_bounded:
@@ -257,19 +267,21 @@ class Runner:
             return handle
         upload = Upload()
         staged = self._stage(plan, watched, upload)
-        sent = upload.send(self.device)
-        self._apply(plan, staged, sent, timer)
+        uploaded = upload.send(self.device)
+        self._apply(plan, staged, uploaded, timer)
         if not plan.items:
             return StepHandle()
         if self.graphs is not None and staged.shape is not None:
-            return self._replay(plan, staged, sent[staged.layout], self.graphs)
+            return self._replay(plan, staged, uploaded[staged.layout], self.graphs)
         if plan.num_drafts:
-            return self._verify(plan, staged, sent)
-        return self._run_eagerly(plan, staged, sent)
+            return self._verify(plan, staged, uploaded)
+        return self._run_eagerly(plan, staged, uploaded)
 
     def _launch_decode(self, plan: Plan, timer: StepTimer | None) -> StepHandle | None:
-        """Launch a step that only decodes as a decode graph or as a job of a CPU, if it can be
-        one."""
+        """Launch a step that only decodes as a decode graph or as a job of a CPU.
+
+        Returns None if the step cannot run in this way.
+        """
         steps: StepGraphs | CpuSteps | None = self.graphs or self.cpu_steps
         if (
             steps is None
@@ -283,8 +295,10 @@ class Runner:
         if not plan.num_drafts:
             return self._sample(plan, list(range(len(plan.items))), forward, [])
         assert forward.tokens is not None
-        assert forward.kept is not None
-        return StepHandle(plan.items, Download(forward.tokens), kept=Download(forward.kept))
+        assert forward.kept_rows is not None
+        return StepHandle(
+            plan.items, Download(forward.tokens), kept_rows=Download(forward.kept_rows)
+        )
 
     def _replay(
         self, plan: Plan, staged: StagedStep, layout: Tensor, graphs: StepGraphs
@@ -294,9 +308,9 @@ class Runner:
         if staged.shape.verifies:
             forward = graphs.replay(staged.shape, layout, plan.num_tokens)
             assert forward.tokens is not None
-            assert forward.kept is not None
+            assert forward.kept_rows is not None
             tokens = Download(forward.tokens, copy=graphs.copy_to_host)
-            return StepHandle(plan.items, tokens, kept=Download(forward.kept))
+            return StepHandle(plan.items, tokens, kept_rows=Download(forward.kept_rows))
         forward = graphs.replay(staged.shape, layout, len(plan.items))
         if not staged.item_of_row:
             return StepHandle(plan.items)
@@ -335,8 +349,10 @@ class Runner:
         )
 
     def _find_shape(self, plan: Plan, graphs: StepGraphs) -> GraphShape | None:
-        """Return the graph to replay, if there is one. Drafts of a sequence that is sampled with
-        more than a temperature are verified without a graph."""
+        """Return the graph to replay, or None.
+
+        A step with drafts has no graph if a sequence needs more than Ops.choose for sampling.
+        """
         shape = None
         if not plan.num_drafts:
             shape = graphs.find_mixed_shape(plan.items)
@@ -350,12 +366,16 @@ class Runner:
             return True
         return not self.batch_slots.special_slots.isdisjoint(item.slot for item in plan.items)
 
-    def _apply(self, plan: Plan, staged: StagedStep, sent: Tensor, timer: StepTimer | None) -> None:
-        """Update blocks and slots before the forward pass, in the order of the plan's fields, and
-        draft if the device does."""
+    def _apply(
+        self, plan: Plan, staged: StagedStep, uploaded: Tensor, timer: StepTimer | None
+    ) -> None:
+        """Update blocks and slots before the forward pass, and run the drafter on the device.
+
+        The updates are applied in the order of the plan's fields.
+        """
         if plan.copies:
-            sources = sent[staged.copy_sources].long()
-            targets = sent[staged.copy_targets].long()
+            sources = uploaded[staged.copy_sources].long()
+            targets = uploaded[staged.copy_targets].long()
             self.kv.copy(sources, targets)
             if self.drafter is not None and self.drafter.kv is not None:
                 self.drafter.kv.copy(sources, targets)
@@ -363,21 +383,24 @@ class Runner:
             assert self.tier_store is not None
             self.tier_store.load(plan.loads)
         if plan.shifts:
-            self._shift(sent[staged.shifts].long(), plan.shifts[0][1])
+            self._shift(uploaded[staged.shifts].long(), plan.shifts[0][1])
         if timer is not None:
             timer.mark()
-        self.batch_slots.apply(staged.slot_changes, sent)
+        self.batch_slots.apply(staged.slot_changes, uploaded)
         if staged.draft_slots:
             assert self.drafter is not None
-            passes = [sent[part] for part in staged.draft_slots]
+            passes = [uploaded[slots] for slots in staged.draft_slots]
             max_len = max(item.max_kv_len for item in plan.items)
             self.drafter.draft(passes, max_len, self.batch_slots)
         if self.canary is not None:
             self.canary.check_step(plan, self.batch_slots)
 
     def _shift(self, blocks: Tensor, positions: int) -> None:
-        """Rotate the keys of blocks back by some positions. Consecutive layers with the same
-        rotation are shifted together: all of them, unless a model has two kinds of layers."""
+        """Rotate the keys of blocks back by `positions`.
+
+        Consecutive layers with the same rotation are shifted together. These are all layers, unless
+        a model has two kinds of layers.
+        """
         kv = self.kv.view
         assert isinstance(kv, Tensor)
         angles = [self.model.angles(layer) for layer in range(self.model.config.num_layers)]
@@ -390,17 +413,17 @@ class Runner:
 
     # ---- forward and sample ----------------------------------------------------------------------
 
-    def _run_eagerly(self, plan: Plan, staged: StagedStep, sent: Tensor) -> StepHandle:
+    def _run_eagerly(self, plan: Plan, staged: StagedStep, uploaded: Tensor) -> StepHandle:
         """Run the forward pass kernel by kernel, and sample."""
         items = plan.items
         batch_slots = self.batch_slots
-        item_of_row = sent[staged.row_items].long()
+        item_of_row = uploaded[staged.row_items].long()
         spans: list[Span] = []
         num_tokens = 0
         for item in items:
             spans.append(Span(num_tokens, item.num_tokens, item.max_kv_len))
             num_tokens += item.num_tokens
-        batch = gather(sent[staged.layout], len(items), batch_slots, self.kv.block_size, spans)
+        batch = gather(uploaded[staged.layout], len(items), batch_slots, self.kv.block_size, spans)
         batch.logit_indices = batch.logit_indices[item_of_row]
         wants_prompt_logprobs = any(item.prompt_logprobs is not None for item in items)
         wants_hidden = self.drafter is not None and self.drafter.needs_hidden and plan.draft_extend
@@ -411,13 +434,13 @@ class Runner:
                 batch, item_of_row, [spans[index] for index in staged.item_of_row]
             )
         if staged.watched:
-            longest = max(items[index].max_kv_len for index in staged.watched)
-            num_blocks = -(-longest // self.kv.block_size)
+            max_kv_len = max(items[index].max_kv_len for index in staged.watched)
+            num_blocks = -(-max_kv_len // self.kv.block_size)
             batch.watched = watch(
-                batch, sent[staged.watched_indices].long(), batch_slots, num_blocks
+                batch, uploaded[staged.watched_indices].long(), batch_slots, num_blocks
             )
-        # Everything else is done before the forward pass: a CPU's threads would fall asleep if
-        # there were other work between the layers and the head.
+        # All other work is done before the forward pass. If there were work between the layers and
+        # the head, the threads of a CPU would fall asleep.
         slots = batch.slots[item_of_row]
         lengths = batch.seq_lens[item_of_row]
         batch_slots.computed[batch.slots.long()] = batch.seq_lens
@@ -446,16 +469,18 @@ class Runner:
             self.drafter.observe(Observed(batch, hidden), batch_slots)
         return handle
 
-    def _verify(self, plan: Plan, staged: StagedStep, sent: Tensor) -> StepHandle:
-        """Run a step that only decodes and has drafts: sample after every row, and advance each
-        slot over the rows that are kept."""
+    def _verify(self, plan: Plan, staged: StagedStep, uploaded: Tensor) -> StepHandle:
+        """Run a step that only decodes and has drafts.
+
+        A token is sampled after every row, and each slot advances over the rows that are kept.
+        """
         items = plan.items
         batch_slots = self.batch_slots
         max_len = max(item.max_kv_len for item in items)
-        rows = compute_rows(self.model, self.kv, batch_slots, sent[staged.layout], max_len)
+        rows = compute_rows(self.model, self.kv, batch_slots, uploaded[staged.layout], max_len)
         item_of_row = [index for index, item in enumerate(items) for _ in range(item.num_tokens)]
         handle = self._sample(plan, item_of_row, rows.forward, [])
-        handle.kept = Download(keep_rows(rows, batch_slots))
+        handle.kept_rows = Download(keep_rows(rows, batch_slots))
         if self.drafter is not None and plan.draft_extend:
             self.drafter.observe(Observed(rows.batch, rows.hidden), batch_slots)
         return handle
@@ -467,8 +492,10 @@ class Runner:
         forward: ForwardResult,
         prompt_logprobs: list[PromptLogprobs],
     ) -> StepHandle:
-        """Choose a token for each row of logits. An item with drafts has several rows. `forward`
-        has these rows or, from a graph, one row for each item."""
+        """Choose a token for each row of logits. An item with drafts has several rows.
+
+        `forward` has these rows or, from a graph, one row for each item.
+        """
         batch_slots = self.batch_slots
         slots = [plan.items[index].slot for index in item_of_row]
         is_special = plan.token_masks or self.logits_pipeline.processors
@@ -491,7 +518,7 @@ class Runner:
         forward: ForwardResult,
         prompt_logprobs: list[PromptLogprobs],
     ) -> StepHandle:
-        """Choose tokens for items of which some need more than a temperature."""
+        """Choose tokens if some items need more than Ops.choose for sampling."""
         items = plan.items
         batch_slots = self.batch_slots
         slots = [items[index].slot for index in item_of_row]
@@ -512,50 +539,51 @@ class Runner:
         requested_indices = upload.ints(requested.items)
         named_tokens = upload.ints(requested.padded())
         row_items = upload.ints(item_of_row)
-        sent = upload.send(self.device)
+        uploaded = upload.send(self.device)
         if len(item_of_row) < len(forward.slots):
-            index = sent[row_items].long()
+            index = uploaded[row_items].long()
             forward = ForwardResult(
                 forward.slots[index], forward.logits[index], forward.lengths[index]
             )
-        wanting = sent[requested_indices].long()
-        raw_logits = forward.logits[wanting] if requested.items else None  # before adjust()
+        requested_rows = uploaded[requested_indices].long()
+        # Logprobs are computed from the logits before adjust() changes them.
+        raw_logits = forward.logits[requested_rows] if requested.items else None
         forward = forward._replace(logits=forward.logits.float())
         if self.logits_pipeline.applies_to(slots):
             logits = self.logits_pipeline.apply(forward, slots, batch_slots)
             forward = forward._replace(logits=logits)
-        adjusted = forward._replace(logits=adjust(forward, job, batch_slots, sent))
+        adjusted = forward._replace(logits=adjust(forward, job, batch_slots, uploaded))
         tokens = choose(adjusted, batch_slots, self.model.ops)
         handle = StepHandle(items, Download(tokens), prompt_logprobs=prompt_logprobs)
         if raw_logits is not None:
             named = None
             if any(requested.named):
-                named = sent[named_tokens].long().view(len(requested.items), -1)
-            parts = logprobs_of(raw_logits, tokens[wanting], requested.max_count, named)
-            wanting_places = [places[row] for row in requested.items]
-            handle.logprobs = SampledLogprobs(wanting_places, requested, Download(*parts))
+                named = uploaded[named_tokens].long().view(len(requested.items), -1)
+            columns = logprobs_of(raw_logits, tokens[requested_rows], requested.max_count, named)
+            requested_places = [places[row] for row in requested.items]
+            handle.logprobs = SampledLogprobs(requested_places, requested, Download(*columns))
         return handle
 
     def _prompt_logprobs(
         self, items: list[Item], batch: ForwardBatch, hidden: Tensor
     ) -> list[PromptLogprobs]:
         """Compute the logprobs of the token after each position, for items that want them."""
-        computed: list[PromptLogprobs] = []
+        results: list[PromptLogprobs] = []
         for index, (item, span) in enumerate(zip(items, batch.spans, strict=True)):
             num_top = item.prompt_logprobs
             if num_top is None:
                 continue
             end = span.first + span.num
-            for first in range(span.first, end, LOGPROB_CHUNK):
-                part = slice(first, min(first + LOGPROB_CHUNK, end))
-                tokens = self.batch_slots.tokens[item.slot, batch.positions[part] + 1]
-                logprobs = logprobs_of(self.model.logits(hidden[part]), tokens, num_top)
-                computed.append(PromptLogprobs(index, num_top, Download(*logprobs, tokens)))
-        return computed
+            for start in range(span.first, end, LOGPROB_CHUNK):
+                chunk = slice(start, min(start + LOGPROB_CHUNK, end))
+                tokens = self.batch_slots.tokens[item.slot, batch.positions[chunk] + 1]
+                logprobs = logprobs_of(self.model.logits(hidden[chunk]), tokens, num_top)
+                results.append(PromptLogprobs(index, num_top, Download(*logprobs, tokens)))
+        return results
 
 
 def pool(hidden: Tensor, span: Span, pooling: str | None) -> Tensor:
-    """Return hidden states of one item in float32: the last, the sum of all, or each of them."""
+    """Return hidden states of one item in float32: the last state, the sum, or all states."""
     states = hidden[span.first : span.first + span.num]
     if pooling == "last":
         states = states[-1]

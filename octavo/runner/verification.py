@@ -1,4 +1,4 @@
-"""Verification of drafts: each draft is a row of a decode batch.
+"""Verifies drafts: each draft is a row of a decode batch.
 
 A sequence with k drafts has 1 + k rows, which are the same batch slot at consecutive positions. The
 rows are computed and sampled as if they were k + 1 sequences that decode. In each layer their KV is
@@ -37,13 +37,13 @@ class DraftRows(NamedTuple):
     batch: ForwardBatch
     hidden: Tensor  # [R, hidden]
     forward: ForwardResult
-    offsets: Tensor  # [R] from lay_out_rows()
-    # [R] the draft behind each row. It means nothing behind the last row of an item.
+    offsets: Tensor  # [R] The offsets of lay_out_rows().
+    # [R] The draft behind each row. The value behind the last row of an item is undefined.
     drafts: Tensor
 
 
 def lay_out_rows(items: list[Item]) -> NDArray[np.int32]:
-    """Return slot of each row [R] | offset of each row in its item [R]."""
+    """Return the layout of R rows: slot of each row [R] | offset of each row in its item [R]."""
     counts = np.array([item.num_tokens for item in items], dtype=np.int64)
     slots = np.repeat(np.array([item.slot for item in items], dtype=np.int64), counts)
     first_rows = np.repeat(np.cumsum(counts) - counts, counts)
@@ -54,8 +54,10 @@ def lay_out_rows(items: list[Item]) -> NDArray[np.int32]:
 def lay_out_drafts(
     items: list[Item], num_passes: int, num_drafting: int, num_rows: int, padding_slot: int
 ) -> NDArray[np.int32]:
-    """Return the slots of each pass of the drafter [passes, sequences], then rows as
-    lay_out_rows(). Both are padded with the padding slot."""
+    """Return the slots of each pass of the drafter [passes, sequences], then lay_out_rows().
+
+    Both are padded with the padding slot.
+    """
     drafting = np.full((num_passes, num_drafting), padding_slot, dtype=np.int32)
     if num_passes:
         for index, item in enumerate(items):
@@ -67,13 +69,15 @@ def lay_out_drafts(
 
 
 def changes_slots(plan: Plan) -> bool:
-    """Return whether a plan does more before its items than to append blocks. Stores do not
-    count."""
+    """Return whether a plan changes more than the block tables before its items run.
+
+    Stores do not count. A plan without items counts as a change.
+    """
     return bool(not plan.items or plan.slot_fills or plan.copies or plan.loads or plan.shifts)
 
 
 def slots_to_draft(plan: Plan) -> list[list[int]]:
-    """Return for each pass of the device's drafter the slots that need one more draft."""
+    """Return the slots that need one more draft, for each pass of the drafter on the device."""
     drafting = [
         item
         for index, item in enumerate(plan.items)
@@ -88,33 +92,39 @@ def slots_to_draft(plan: Plan) -> list[list[int]]:
 def compute_rows(
     model: CausalLM, kv: KVStore, batch_slots: BatchSlots, layout: Tensor, max_len: int
 ) -> DraftRows:
-    """Run the forward pass over rows. `layout` comes from lay_out_rows(), and no row is at or
-    behind position `max_len`."""
+    """Run the forward pass over rows.
+
+    `layout` comes from lay_out_rows(). The positions of all rows are less than `max_len`.
+    """
     slots, offsets = layout.view(2, -1)
     lengths = batch_slots.computed[slots.long()] + 1 + offsets
-    known = batch_slots.tokens[slots.long(), lengths.long() - 1]
-    # The token in a slot behind the known ones is the draft, until a token is sampled there.
+    ids = batch_slots.tokens[slots.long(), lengths.long() - 1]
+    # The token behind the known tokens of a slot is the draft, until a token is sampled there.
     drafts = batch_slots.tokens[slots.long(), lengths.long()]
-    batch = one_token_each(slots, lengths, known, batch_slots, kv.block_size, max_len)
+    batch = one_token_each(slots, lengths, ids, batch_slots, kv.block_size, max_len)
     hidden, logits = model.forward_with_logits(batch, kv.view)
     return DraftRows(batch, hidden, ForwardResult(slots, logits, lengths), offsets, drafts)
 
 
 def keep_rows(rows: DraftRows, batch_slots: BatchSlots) -> Tensor:
     """Advance each slot over the rows that are kept, after a token was sampled behind every row.
-    Returns which are kept [R] (bool)."""
+
+    Returns whether each row is kept [R] (bool).
+    """
     slots = rows.forward.slots.long()
     lengths = rows.forward.lengths
-    kept = is_kept(batch_slots.tokens[slots, lengths.long()] != rows.drafts, rows.offsets)
-    reached = torch.where(kept, lengths, 0)
+    kept_rows = is_kept(batch_slots.tokens[slots, lengths.long()] != rows.drafts, rows.offsets)
+    reached = torch.where(kept_rows, lengths, 0)
     batch_slots.computed.scatter_reduce_(0, slots, reached, "amax")
     batch_slots.computed[batch_slots.padding_slot :].zero_()
-    return kept
+    return kept_rows
 
 
 def is_kept(differs: Tensor, offsets: Tensor) -> Tensor:
-    """Return which rows have no difference in the rows before them, [R] (bool). differs [R] says
-    whether the token sampled after a row is another one than its draft."""
+    """Return for each row whether no row of its item before it differs [R] (bool).
+
+    differs [R] is true for a row if the token sampled after it is not its draft.
+    """
     counts = differs.int()
     num_before = counts.cumsum(0) - counts
     first_rows = torch.arange(len(offsets), device=offsets.device) - offsets

@@ -282,7 +282,7 @@ def test_stop_ids_wait_for_min_tokens() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_masked_row_says_only_what_it_may(options: dict) -> None:
-    n = 2 * sampler.FILTER_CHUNK + 5
+    n = 2 * sampler.MASK_CHUNK + 5
     logits = random_logits(n, seed=5, scale=20)
     allowed = {i: [2, 31, 96] for i in range(0, n, 2)}
     params = [SamplingParams(**{"seed": i, "temperature": 5.0, **options}) for i in range(n)]
