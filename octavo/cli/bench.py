@@ -185,10 +185,10 @@ def throughput(
 
         def advance() -> None:
             progress.advance(task)
-            progress.update(task, description=f"measuring {next(next_runs)}")
+            progress.update(task, description=next(next_runs))
 
-        next_runs = iter([*runs[1:], "nothing more"])
-        progress.update(task, description=f"measuring {runs[0]}", total=len(runs))
+        next_runs = iter([*runs[1:], "done"])
+        progress.update(task, description=runs[0], total=len(runs))
         for row in measure_rows(llm, names, repeat, advance):
             run.add_row(**row)
 
@@ -196,7 +196,7 @@ def throughput(
 def throughput_runs(names: list[str], repeat: int) -> list[str]:
     """Return the descriptions of the runs for the progress bar."""
     rounds = ["warm-up", *(f"run {number} of {repeat}" for number in range(1, 1 + repeat))]
-    return [f"{name}, {description}" for name in names for description in rounds]
+    return [f"measuring {name}, {description}" for name in names for description in rounds]
 
 
 @app.command()

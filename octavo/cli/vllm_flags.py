@@ -153,8 +153,9 @@ def drop_flag(flag: str, text: str | None, remaining: list[str]) -> None:
     try:
         check_vllm_option(name, read_like(default, value))
     except InvalidRequest as error:
-        message = str(error).replace(f"{name}=", f"{flag} ", 1)
-        raise InvalidRequest(message, name) from None
+        shown = flag if isinstance(value, bool) else f"{flag} "
+        replaced = f"{name}={value}" if isinstance(value, bool) else f"{name}="
+        raise InvalidRequest(str(error).replace(replaced, shown, 1), name) from None
 
 
 def read_like(default: Any, value: Any) -> Any:

@@ -274,10 +274,10 @@ def test_weight_formats_as_a_table_and_as_a_picture(
 
 def test_the_bar_of_throughput_names_every_run() -> None:
     assert throughput_runs(["single", "four"], 2) == [
-        "single, warm-up",
-        "single, run 1 of 2",
-        "single, run 2 of 2",
-        "four, warm-up",
-        "four, run 1 of 2",
-        "four, run 2 of 2",
+        "measuring single, warm-up",
+        "measuring single, run 1 of 2",
+        "measuring single, run 2 of 2",
+        "measuring four, warm-up",
+        "measuring four, run 1 of 2",
+        "measuring four, run 2 of 2",
     ]

@@ -254,7 +254,7 @@ def test_json_objects_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--enable-lora", "--enable-lora True is not supported: an adapter must be merged"),
+        ("--enable-lora", "--enable-lora is not supported: an adapter must be merged"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2 is not supported"),
         ("-pp 2", "--pipeline-parallel-size 2 is not supported"),
         ("--middleware a.b", "put a proxy with such middleware before the server"),
