@@ -100,7 +100,9 @@ def announce(front: Front, port: int) -> None:
     key = ' -H "Authorization: Bearer $KEY"' if config.needs_key else ""
     grpc = f"gRPC:    {host}:{config.grpc_port}\n" if config.grpc_port else ""
     defaults = {"temperature": 1, **loaded.sampling}
-    source = "generation_config.json" if loaded.sampling else "no generation_config.json"
+    source = "the model has no sampling defaults"
+    if loaded.sampling:
+        source = "generation_config.json"
     sampling = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
     drafts = ""
     if loaded.speculative:
