@@ -101,7 +101,10 @@ def test_what_cannot_be_measured_says_why(tiny: str) -> None:
     llm = LLM(tiny, progress=False)
     assert "device of the kind cuda" in str(ablation.reason_to_skip("cuda-graphs", llm))
     assert "not quantised" in str(ablation.reason_to_skip("quantisation", llm))
-    assert ablation.reason_to_skip("quantisation", LLM(tiny, quantization="int8", progress=False)) is None
+    assert (
+        ablation.reason_to_skip("quantisation", LLM(tiny, quantization="int8", progress=False))
+        is None
+    )
     assert "does not use drafts by default" in str(ablation.reason_to_skip("speculation", llm))
     embedded = LLM("smollm2", progress=False, max_model_len=64, speculative_config=None)
     assert ablation.reason_to_skip("speculation", embedded) is None
