@@ -28,6 +28,7 @@ from octavo.serve.endpoints import live_controls, live_feed
 from octavo.serve.endpoints.live_feed import WatchEndpoint
 from octavo.serve.endpoints.live_page import PAGE
 from octavo.serve.engine.server_sources import DECIDED_IN
+from octavo.serve.front import event_buffer
 from octavo.serve.front.event_buffer import EventBuffer, EventReader
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.limits import Limits
@@ -167,7 +168,7 @@ def test_the_package_contains_the_page() -> None:
 def test_a_feed_begins_with_the_whole_state(running: Running) -> None:
     with generating(running, 2, n=2, max_tokens=200), watch(running) as socket:
         state = next(states(socket))
-        assert set(state) == {"server", "model", "watchers"}
+        assert set(state) == {"server", "model", "watchers", "has_kept_lines"}
         assert state["server"]["state"] == "ready" and state["server"]["name"] == "tiny"
         found = lines(socket)
         mirror = StreamMirror(next(line for line in found if line[0] == "snapshot"))
@@ -342,6 +343,31 @@ def test_a_buffer_is_bounded_and_a_slow_reader_continues_at_a_snapshot() -> None
     assert size <= 100 and slow[1] == late[0] and late[0].startswith(b"snapshot 12\n")
 
 
+def test_a_late_reader_gets_all_kept_lines_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page gets the lines in parts, whose ends are in the middle of segments."""
+    monkeypatch.setattr(event_buffer, "MAX_READ_BYTES", 100)
+
+    async def run() -> tuple[list[bytes], list[bool], bytes]:
+        buffer = EventBuffer(max_bytes=2000)
+        for number in range(400):
+            buffer.add(b"line %d\n" % number, is_start=number % 30 == 0)
+        kept = buffer.lines()
+        late = EventReader(buffer)
+        parts, has_all = [], [late.has_all]
+        while not late.has_all:
+            parts.append(await late.read())
+            has_all.append(late.has_all)
+            if len(parts) == 3:
+                buffer.add(b"line 400\n", is_start=False)
+        return parts, has_all, kept + b"line 400\n"
+
+    parts, has_all, kept = asyncio.run(run())
+    assert b"".join(parts) == kept
+    assert len(kept) > 1500, "the buffer keeps as many of the latest lines as it may"
+    assert len(parts) > 10 and max(map(len, parts)) < 120
+    assert has_all == [False] * len(parts) + [True]
+
+
 def test_a_watcher_that_reads_nothing_delays_no_other_and_is_disconnected() -> None:
     """Its connection is full: what is sent to it never goes out."""
 
@@ -441,9 +467,10 @@ def test_a_page_gets_a_new_state_before_lines_that_follow_it(
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(run())
-    assert [text[0] for text in sent] == ["{", "{", "[", "["]
-    phases = [json.loads(text)["server"]["phase"] for text in sent[:2]]
-    assert phases == ["starting", "ready"]
+    assert [text[0] for text in sent] == ["{", "{", "[", "{", "["]
+    states = [json.loads(text) for text in sent if text[0] == "{"]
+    assert [state["server"]["phase"] for state in states] == ["starting", "ready", "ready"]
+    assert [state["has_kept_lines"] for state in states] == [False, False, True]
 
 
 def test_watchers_are_bounded(running: Running) -> None:

@@ -1,11 +1,13 @@
 """The WebSocket /ws/watch sends the data of the live page in two kinds of messages:
 
-    {"server": {...}, "model": {...}, "watchers": 1}    the state of the server, when it changes
+    {"server": {...}, "model": {...},                   the state of the server, when it changes
+     "watchers": 1, "has_kept_lines": true}
     ["arrived", 12, 3, 45678, ...]                      lines of the event stream
 
 octavo/core/event_stream.py describes the lines. The first one is a snapshot. `server` equals the
-reply of /readyz. `model` is null until the model is loaded. A client never gets lines before the
-state in which the engine sent them.
+reply of /readyz. `model` is null until the model is loaded. `has_kept_lines` becomes true when the
+client has got all lines that the server had kept. A client never gets lines before the state in
+which the engine sent them.
 
 The engine sends lines only while a page is open, and for a short time afterwards, so that a page
 that is reloaded shows the same again. The API server keeps the latest lines for pages that are
@@ -163,6 +165,7 @@ class Sender:
         self.socket = socket
         self.seconds = endpoint.front.config.limits.send_seconds
         self.sent_state = b""
+        self.has_kept_lines = False  # All lines that were kept when the client connected are sent.
         self.lock = asyncio.Lock()  # Two tasks send. The lock keeps their messages in order.
 
     async def send_states(self) -> None:
@@ -175,12 +178,16 @@ class Sender:
         reader = EventReader(self.endpoint.buffer)
         while True:
             lines = await reader.read()
+            has_all = reader.has_all
             async with self.lock:
                 await self._send_state_if_changed()
                 await self._send(lines)
+                if has_all and not self.has_kept_lines:
+                    self.has_kept_lines = True
+                    await self._send_state_if_changed()
 
     async def _send_state_if_changed(self) -> None:
-        state = _encode(self.endpoint.state())
+        state = _encode(self.endpoint.state() | {"has_kept_lines": self.has_kept_lines})
         if state != self.sent_state:
             self.sent_state = state
             await self._send(state)

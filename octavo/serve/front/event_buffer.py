@@ -1,8 +1,9 @@
 """Buffers the latest lines of the event stream for live pages. The size of the buffer is bounded.
 
 The lines are stored in segments, and each segment begins with a snapshot. The oldest segment is
-dropped when the buffer is full. A page reads from the oldest segment on, so that a page that was
-opened late shows the same as an earlier one. A page that is too slow continues at a later segment.
+dropped when the buffer is full. A page reads all lines from the oldest segment on, so that a page
+that was opened late shows the same as an earlier one. A page that is too slow, so that its next
+lines were dropped, continues at the oldest segment.
 """
 
 from __future__ import annotations
@@ -66,6 +67,14 @@ class EventReader:
         self.segment_number = 0
         self.next_chunk = 0
 
+    @property
+    def has_all(self) -> bool:
+        """Whether all lines of the buffer were read."""
+        if not self.buffer.segments:
+            return False
+        last = self.buffer.segments[-1]
+        return (self.segment_number, self.next_chunk) == (last.number, len(last.chunks))
+
     async def read(self) -> bytes:
         """Return the next lines. Waits until lines are added if the page has read all of them."""
         while not (lines := self._next_lines()):
@@ -81,7 +90,9 @@ class EventReader:
             if segment.number > self.segment_number:
                 self.segment_number = segment.number
                 self.next_chunk = 0
-            while self.next_chunk < len(segment.chunks) and size < MAX_READ_BYTES:
+            while self.next_chunk < len(segment.chunks):
+                if size >= MAX_READ_BYTES:
+                    return b"".join(chunks)  # The next call continues here.
                 chunks.append(segment.chunks[self.next_chunk])
                 size += len(chunks[-1])
                 self.next_chunk += 1
