@@ -1,8 +1,8 @@
-"""Builds a ForwardBatch from a plan's items. The host lays out slots and token counts in one array;
-tokens, positions and block tables are gathered on the device.
+"""Builds a ForwardBatch from a plan's items.
 
-Positions are taken from `computed` of the item's batch slot, because the host does not have its
-exact value while drafts are in flight.
+The host lays out slots and token counts in one array. The device gathers tokens, positions and
+block tables. Positions are taken from `computed` of the item's batch slot, because the host does
+not have its exact value while drafts are in flight.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The options of a server. Each option is declared once: name, type, default, check and help
-(octavo/option_declaration.py). `octavo serve` shows every field with a help text as an option.
+"""The options of a server, each declared once.
+
+A declaration has the name, type, default, check and help text (octavo/option_declaration.py).
+`octavo serve` shows every field with a help text as an option.
 
 Limits on what a client may send are in limits.py. This module must not import torch, typer or the
 server.

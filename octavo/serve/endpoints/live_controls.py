@@ -1,8 +1,7 @@
-"""Controls of the live page: they change settings of the running engine, crash it, and simulate the
-recorded requests under other settings.
+"""Routes that change the settings of the running engine, crash it, and simulate other settings.
 
-They exist for demonstrations (`octavo demo`). A server has them only with --live-controls, and with
-API keys only an administrator may use them.
+They are the controls of the live page and exist for demonstrations (`octavo demo`). A server has
+them only with --live-controls. If there are API keys, only an administrator may use them.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ async def generate_raw(
 async def reply_loaded(
     exchange: Exchange, translation: Translation, unknown: dict[str, Any], is_chat: bool
 ) -> None:
-    """Answer a request without a prompt, which says only that the model is loaded."""
+    """Reply that the model is loaded. Ollama's clients send a request without a prompt for this."""
     checked, _ = read(exchange, translation, unknown, OLLAMA_TABLE)
     checked.params.check_vocabulary(exchange.front.client.model.vocab_size)
     finish_headers(translation.fields, checked.headers)

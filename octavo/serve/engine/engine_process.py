@@ -293,12 +293,8 @@ class EngineLoop:
         self.saturated = self.engine.scheduler.saturated
         # If all requests were aborted, no later message would report these steps.
         has_last_steps = self.step_counts.has_steps and self.engine.idle
-        if (
-            outputs
-            or admitted
-            or has_last_steps
-            or (self.step_seconds, self.saturated) != sent_before
-        ):
+        has_new_state = (self.step_seconds, self.saturated) != sent_before
+        if outputs or admitted or has_last_steps or has_new_state:
             step_tokens = self.step_counts.take_step_tokens()
             self.link.send(
                 StepOutputs(

@@ -1,7 +1,8 @@
-"""Where the server decides about requests outside the scheduler: the lines of the source.
+"""Finds the lines of source code in which the server decides about requests outside the scheduler.
 
-The live page shows them when it explains a refusal, or a request whose structured output is being
-compiled. The files are read as text, because the engine process does not import the API server.
+The live page shows these lines when it explains a refusal, or a request whose structured output is
+being compiled. The files are read as text, because the engine process does not import the API
+server.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ DECIDED_IN = {
 
 @cache
 def server_sources() -> dict[str, SourceLine]:
-    """Return the lines by the keys of DECIDED_IN. The result is empty where there is no source
-    code."""
+    """Return the lines by the keys of DECIDED_IN.
+
+    The result is empty if the files are not installed as source code.
+    """
     source_lines: dict[str, SourceLine] = {}
     for key, (path, statement) in DECIDED_IN.items():
         file = PACKAGE / path

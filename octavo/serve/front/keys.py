@@ -58,8 +58,8 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
 class Bucket:
     """A token bucket. It gains `per_minute` tokens per minute and holds at most `burst`.
 
-    By default `burst` equals `per_minute`. `level` is the number of tokens left. It may be negative
-    after a large amount was taken.
+    By default `burst` equals `per_minute`. `level` is the number of tokens in the bucket. It may be
+    negative after a large amount was taken.
     """
 
     def __init__(self, per_minute: int, burst: int | None = None):
@@ -152,7 +152,7 @@ class Keys:
 
     @classmethod
     def read(cls, file: str | None, limits: Limits, option_keys: tuple[str, ...] = ()) -> Keys:
-        """Read the keys in a file. `option_keys` are those of the option --api-key."""
+        """Read the keys in a file. `option_keys` are the keys of the option --api-key."""
         keys = [_option_key(number, key) for number, key in enumerate(option_keys, 1)]
         if file is None:
             return cls(_distinct(keys, "--api-key") if keys else [], limits)
@@ -163,7 +163,7 @@ class Keys:
             raise KeysError(f"cannot read the API keys in {file}: {error.strerror}") from None
         except ValueError as error:
             raise KeysError(f"cannot use the API keys in {file}: {error}") from None
-        return cls(_distinct(keys + [_key(entry, file) for entry in entries], file), limits)
+        return cls(_distinct(keys + [_file_key(entry, file) for entry in entries], file), limits)
 
     def check(self, header: str | None, address: str) -> Key | None:
         """Return the key in an Authorization header.
@@ -226,7 +226,7 @@ def _distinct(keys: list[Key], file: str) -> list[Key]:
 
 def _option_key(number: int, key: str) -> Key:
     """Return the key of one --api-key option. It may be shorter than a key in a file."""
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
+    if not key or not _can_be_sent(key):
         raise KeysError("--api-key must be printable ASCII characters without spaces")
     if len(key) < MIN_LENGTH:
         log.warning(
@@ -235,7 +235,13 @@ def _option_key(number: int, key: str) -> Key:
     return Key(KeyEntry(f"api-key-{number}"), hashlib.sha256(key.encode()).digest())
 
 
-def _key(entry: KeyEntry, file: str) -> Key:
+def _can_be_sent(key: str) -> bool:
+    """Return whether a key consists of characters that a client can send in a header."""
+    return key.isascii() and key.isprintable() and " " not in key
+
+
+def _file_key(entry: KeyEntry, file: str) -> Key:
+    """Return the key of an entry. Raises KeysError if the entry is invalid."""
     subject = f"{file}: the key named {entry.name!r}"
     if not re.fullmatch(r"[\w.-]{1,64}", entry.name):
         raise KeysError(
@@ -254,12 +260,7 @@ def _key(entry: KeyEntry, file: str) -> Key:
             raise KeysError(f"{subject}: sha256 must have 64 hexadecimal digits")
         return Key(entry, bytes.fromhex(entry.sha256))
     assert entry.key is not None
-    if (
-        len(entry.key) < MIN_LENGTH
-        or not entry.key.isascii()
-        or not entry.key.isprintable()
-        or " " in entry.key
-    ):
+    if len(entry.key) < MIN_LENGTH or not _can_be_sent(entry.key):
         raise KeysError(
             f"{subject} must have at least {MIN_LENGTH} printable ASCII characters and no spaces"
         )

@@ -38,7 +38,7 @@ class QueueLimits(NamedTuple):
 
 
 class Waiting(Protocol):
-    """The part of a call that the queue knows."""
+    """The part of a call that this module uses."""
 
     key_priority: int
 

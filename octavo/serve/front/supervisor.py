@@ -85,7 +85,7 @@ class Supervisor:
         self.process: asyncio.subprocess.Process | None = None
         self._link: FrontLink | None = None
         self._stopping = False
-        # 0 means that an engine process runs. The other levels are those of vLLM.
+        # 0 means that an engine process runs. vLLM defines the other levels.
         self.sleep_level = 0
         self._asleep: set[str] = set()  # The parts that wake() has not woken.
         self._awake = asyncio.Event()

@@ -317,7 +317,7 @@ def absolute(path: str | None) -> str | None:
 
 
 def absolute_name(name: str | None) -> str | None:
-    """Return the path of a local model or tokenizer. Other names are those of the hub."""
+    """Return the absolute path of a local model or tokenizer, or the name of one on the hub."""
     return absolute(name) if name is not None and os.path.exists(name) else name
 
 

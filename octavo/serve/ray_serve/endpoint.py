@@ -76,12 +76,12 @@ REMEMBERED_REQUESTS = 65_536  # A client can cancel or continue one of these by 
 
 
 class Replicas(Protocol):
-    """The replicas, as the endpoint sees them."""
+    """The interface of the replicas for the endpoint."""
 
     async def place(self, hashes: list[bytes], failed: list[str], preferred: str) -> Placement:
         """Choose a replica and take a lease from it. Waits until there is one.
 
-        `hashes` are those of the prompt's blocks. Replicas that have `failed` are avoided. The
+        `hashes` are the hashes of the prompt's blocks. Replicas that have `failed` are avoided. The
         replica `preferred` is taken if it exists and the name is not empty.
         """
 

@@ -68,7 +68,7 @@ def not_served() -> ApiError:
 def earlier_request(path: str, body: bytes) -> str | None:
     """Return the id of the earlier request whose replica must get this one, or None.
 
-    The replica of a request knows how to cancel it, and stores its response.
+    Only the replica of a request can cancel it, and has its response.
     """
     cancel = CANCEL.fullmatch(path)
     if cancel is not None:
