@@ -14,7 +14,7 @@ from pathlib import Path
 
 from octavo.errors import ModelError
 from octavo.serve.api.batch_lines import LineError, completed_ids, error_line, lines_of
-from octavo.serve.endpoints.application import Table
+from octavo.serve.endpoints.application import RouteTable
 from octavo.serve.endpoints.batch_runner import LineRunner, requests_of, run_lines
 from octavo.serve.front.front import Front
 from octavo.serve.serve_config import ServeConfig
@@ -70,7 +70,7 @@ async def run_file(
                     progress.invalid += 1
                     write(error_line(name, "invalid_line", message), False)
 
-            runner = LineRunner(front, Table(front), config.batch_concurrency)
+            runner = LineRunner(front, RouteTable(front), config.batch_concurrency)
             lines = requests_of(source, None, done, refuse)
             await run_lines(runner, lines, None, write)
     finally:

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp
 from octavo.errors import OctavoError
 from octavo.option_declaration import flag_of
 from octavo.serve.api import api_errors
-from octavo.serve.endpoints.application import Table, application
+from octavo.serve.endpoints.application import RouteTable, application
 from octavo.serve.endpoints.batch_runner import BatchRunner
 from octavo.serve.endpoints.guard import is_loopback
 from octavo.serve.front.body_memory import BodyMemory
@@ -324,7 +324,7 @@ class Server:
         serving = asyncio.create_task(http.serve())
         engine = asyncio.create_task(client.supervisor.run())
         stop = asyncio.create_task(self._stop_signal.wait())
-        batch_runner = BatchRunner(self.front, Table(self.front))
+        batch_runner = BatchRunner(self.front, RouteTable(self.front))
         self.front.batch_runner = batch_runner
         helpers = [
             asyncio.create_task(batch_runner.run()),

@@ -110,8 +110,10 @@ async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
     raise HTTPException(404)
 
 
-class Table:
-    """Finds the route of a request. A slash at the end of the path is ignored.
+class RouteTable:
+    """The ASGI application that finds the route of a request and runs its handler.
+
+    A slash at the end of the path is ignored.
 
     Plain paths are looked up in a dictionary. All other paths go to starlette's router, which
     handles paths with parameters and replies with an error when no route matches.
@@ -130,7 +132,7 @@ class Table:
         ]
         self.router = Router([*routes, *sockets], redirect_slashes=False, default=not_found)
         self.routes = routes
-        self.plain = {
+        self.plain_routes = {
             (method, route.path): route
             for route in routes
             for method in route.methods or ()
@@ -141,13 +143,13 @@ class Table:
         path = scope["path"]
         if path.endswith("/") and path != "/":
             scope["path"] = path[:-1]
-        route = self.plain.get((scope.get("method", ""), scope["path"]))
+        route = self.plain_routes.get((scope.get("method", ""), scope["path"]))
         if route is None:
-            return await self._search(scope, receive, send)
+            return await self._route_with_parameters(scope, receive, send)
         scope["route"] = route  # The guard logs its path.
         await route.app(scope, receive, send)
 
-    async def _search(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _route_with_parameters(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self.router(scope, receive, send)
         except HTTPException as error:
@@ -162,8 +164,8 @@ class Table:
             raise
 
 
-class UnderPath:
-    """Removes a path at which a proxy offers the server from the paths of requests."""
+class RootPathMiddleware:
+    """Removes the path at which a proxy offers the server from the paths of requests."""
 
     def __init__(self, app: ASGIApp, root_path: str):
         self.app = app
@@ -177,13 +179,14 @@ class UnderPath:
 
 
 def application(front: Front) -> ASGIApp:
-    return guarded(Table(front), front)
+    return with_guard(RouteTable(front), front)
 
 
-def guarded(app: ASGIApp, front: Front) -> ASGIApp:
+def with_guard(app: ASGIApp, front: Front) -> ASGIApp:
+    """Return the application behind the guard, and behind middleware that the options ask for."""
     app = Guard(app, front)
     if front.config.root_path:
-        app = UnderPath(app, front.config.root_path)
+        app = RootPathMiddleware(app, front.config.root_path)
     if front.config.allowed_origins:
         origins = list(front.config.allowed_origins)
         app = CORSMiddleware(

@@ -24,7 +24,7 @@ from octavo.serve.api import api_errors
 from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.error_formats import encode_stream_error
 from octavo.serve.api.replies import KEEP_ALIVE
-from octavo.serve.endpoints.application import METHODS, guarded
+from octavo.serve.endpoints.application import METHODS, with_guard
 from octavo.serve.front.body_memory import BodyReservation
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.front.keys import Key
@@ -385,7 +385,7 @@ class ClusterEndpoint:
         self.table = ConnectionTable(config.limits)
         self.http = http_server(
             config,
-            guarded(self.forwarder, self.front),
+            with_guard(self.forwarder, self.front),
             self.socket,
             self.table,
             self.front.bodies,

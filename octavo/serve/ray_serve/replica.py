@@ -27,7 +27,7 @@ from octavo.errors import ModelError
 from octavo.serve.api import api_errors
 from octavo.serve.api.api_errors import api_error
 from octavo.serve.api.replies import KEEP_ALIVE
-from octavo.serve.endpoints.application import Table
+from octavo.serve.endpoints.application import RouteTable
 from octavo.serve.endpoints.guard import from_router, operation_of
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.front.keys import Key, KeyEntry
@@ -147,7 +147,7 @@ class Replica:
         """Create a replica. `host` is the address of its node, and `name` is unique."""
         self.config = replace(config, keys_file=None, api_keys=())
         self.front = Front(self.config)
-        self.table = Table(self.front)
+        self.routes = RouteTable(self.front)
         self.secret = secrets.token_hex(16)
         self.host = host
         self.port = 0
@@ -266,7 +266,7 @@ class Replica:
         disconnected = asyncio.create_task(reader.read(1))
         disconnected.add_done_callback(lambda _: request.disconnect())
         try:
-            await self.table(scope, request.receive, request.send)
+            await self.routes(scope, request.receive, request.send)
         except Exception as e:
             error = from_router(e) if isinstance(e, HTTPException) else api_error(e)
             failure = error.code or error.type
@@ -299,7 +299,7 @@ class Replica:
             "root_path": "",
             "headers": start.headers,
             "client": (start.client, 0),
-            "app": self.table,  # This makes the router raise errors instead of replying.
+            "app": self.routes,  # This makes the router raise errors instead of replying.
             "octavo.headers": dict(reversed(start.headers)),
             "octavo.caller": caller,
             "octavo.request": request,
