@@ -48,7 +48,7 @@ Method = Callable[[Caller, Context], Awaitable[None]]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-CODES = {
+STATUS_CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -178,9 +178,9 @@ class CallGuard:
                     log.exception("request %s failed", caller.id)
                 if error.code != "client_gone":
                     self.front.client.refuse(caller.id, error)
-                code = CODES[error.status].name
+                code = STATUS_CODES[error.status].name
                 metadata = (*call_metadata(caller), *error_metadata(error))
-                await context.abort(CODES[error.status], error.message, metadata)
+                await context.abort(STATUS_CODES[error.status], error.message, metadata)
             finally:
                 if caller.span is not None:
                     status = grpc.StatusCode[code].value[0]
@@ -492,7 +492,7 @@ class Health(health_pb2_grpc.HealthServicer):
             with self.guard.count(context):
                 await self._watch(request, context)
         except ApiError as error:
-            await context.abort(CODES[error.status], error.message)
+            await context.abort(STATUS_CODES[error.status], error.message)
         finally:
             self._watchers -= 1
 

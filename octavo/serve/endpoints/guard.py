@@ -33,12 +33,12 @@ from octavo.serve.front.tracing import OPERATION, ServerSpan
 from octavo.serve.http.connections import Connection
 
 log = logging.getLogger(__name__)
-OPEN = frozenset({"/livez", "/readyz", "/startupz", "/health", *PAGE})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health", *PAGE})
 LOAD_FORMAT = b"endpoint-load-metrics-format"  # A header of requests: TEXT or JSON.
 KEY_PROTOCOL = "octavo-key."  # The key follows in base64url without padding.
 # Spans name the operation of these routes "chat", and of others "text_completion".
 CHAT_PATHS = ("/v1/chat", "/v1/messages", "/v1/responses", "/api/chat")
-SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+SECONDS_PATTERN = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 # Clients use these names for this machine, although they are not loopback addresses.
 LOCAL_NAMES = frozenset({"localhost", "0.0.0.0", "::"})
 
@@ -164,7 +164,7 @@ class Guard:
             )
         if scope["type"] == "websocket" or scope["path"].startswith("/api/"):
             self.check_origin(header_text(headers, b"origin"), host)
-        if scope["path"] not in OPEN:
+        if scope["path"] not in OPEN_PATHS:
             address = scope["client"][0] if scope.get("client") else ""
             caller.key = self.front.keys.check(
                 header_text(headers, b"authorization") or alternative_key(scope, headers), address
@@ -174,7 +174,7 @@ class Guard:
                 connection.table.claim(connection, caller.key)
         timeout = header_text(headers, b"x-request-timeout")
         if timeout is not None:
-            if not SECONDS.fullmatch(timeout):
+            if not SECONDS_PATTERN.fullmatch(timeout):
                 raise invalid_field(
                     "timeout",
                     "the header x-request-timeout must be a number of seconds, such as 30 or 0.5",
@@ -272,7 +272,7 @@ def is_loopback(host: str) -> bool:
 def known_path(scope: Scope) -> str:
     """Return the path to log: the pattern of the route, or "-" for text that a client chose."""
     route = scope.get("route")
-    return getattr(route, "path", None) or (scope["path"] if scope["path"] in OPEN else "-")
+    return getattr(route, "path", None) or (scope["path"] if scope["path"] in OPEN_PATHS else "-")
 
 
 def from_router(error: HTTPException) -> ApiError:

@@ -12,10 +12,10 @@ from octavo.serve.endpoints import completions, file_routes, pooling_routes, rou
 from octavo.serve.front.sagemaker_sessions import NO_SESSION
 from octavo.serve.http.exchange import Exchange, Handler
 
-SESSION = b"x-amzn-sagemaker-session-id"
+SESSION_HEADER = b"x-amzn-sagemaker-session-id"
 
 
-class Peek(msgspec.Struct):
+class RouteFields(msgspec.Struct):
     """The fields that determine the route of a request. Their values are not parsed."""
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -35,7 +35,7 @@ class SessionRequest(msgspec.Struct, forbid_unknown_fields=True):
     request_type: Literal["NEW_SESSION", "CLOSE"] = msgspec.field(name="requestType")
 
 
-INVOKED: dict[str, Handler] = {
+INVOKED_ROUTES: dict[str, Handler] = {
     "encoding_format": pooling_routes.embeddings,
     "messages": completions.chat_completions,
     "prompt": completions.completions,
@@ -58,19 +58,19 @@ async def invocations(exchange: Exchange) -> None:
     with exchange.reserve() as reservation:
         body = await exchange.read(reservation)
         try:
-            peek = msgspec.json.decode(body, type=Peek)
+            fields = msgspec.json.decode(body, type=RouteFields)
         except (msgspec.MsgspecError, RecursionError):
             raise invalid_field(None, "the body must be a JSON object", "invalid_json") from None
-    if peek.request_type is not msgspec.UNSET:
+    if fields.request_type is not msgspec.UNSET:
         return await change_session(exchange, bytes(body))
-    session = exchange.scope["octavo.headers"].get(SESSION, b"").decode("latin-1")
+    session = exchange.scope["octavo.headers"].get(SESSION_HEADER, b"").decode("latin-1")
     if session not in NO_SESSION:
         exchange.front.sagemaker_sessions.check(session, exchange.caller.owner)
-    for name, handler in INVOKED.items():
-        if getattr(peek, name) is not msgspec.UNSET:
+    for name, handler in INVOKED_ROUTES.items():
+        if getattr(fields, name) is not msgspec.UNSET:
             exchange.put_back(bytes(body))
             return await handler(exchange)
-    names = ", ".join(INVOKED)
+    names = ", ".join(INVOKED_ROUTES)
     raise invalid_field(None, f"the request must have one of the fields {names}")
 
 
@@ -90,7 +90,7 @@ async def change_session(exchange: Exchange, body: bytes) -> None:
         expiry = datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         headers = {"x-amzn-sagemaker-new-session-id": f"{id}; Expires={expiry}"}
         return await exchange.reply({"session_id": id, "expires": expiry}, headers)
-    id = exchange.scope["octavo.headers"].get(SESSION, b"").decode("latin-1")
+    id = exchange.scope["octavo.headers"].get(SESSION_HEADER, b"").decode("latin-1")
     sessions.close(id, owner)
     await exchange.reply({"session_id": id}, {"x-amzn-sagemaker-closed-session-id": id})
 

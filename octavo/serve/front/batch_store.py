@@ -18,7 +18,7 @@ from octavo.serve.api.api_errors import ApiError
 from octavo.serve.front.file_store import FileStore, write_atomically
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
-OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+OPEN_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_SECONDS = 24 * 3600
 
 
@@ -50,7 +50,7 @@ class StoredBatch(msgspec.Struct):
 
     @property
     def is_open(self) -> bool:
-        return self.status in OPEN
+        return self.status in OPEN_STATUSES
 
     def describe(self) -> dict[str, object]:
         """Return the batch object that clients receive."""

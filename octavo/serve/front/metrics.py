@@ -120,8 +120,10 @@ class UnlockedHistogram(Source):
     It has no locks. An update of the library's histogram takes ten times as long.
     """
 
-    def __init__(self, name: str, text: str, buckets: tuple[float, ...], labels: dict[str, str]):
-        self.text = text
+    def __init__(
+        self, name: str, help_text: str, buckets: tuple[float, ...], labels: dict[str, str]
+    ):
+        self.help_text = help_text
         self.labels = labels
         self.bounds = buckets
         self.counts = [0] * (len(buckets) + 1)
@@ -135,7 +137,7 @@ class UnlockedHistogram(Source):
     def collect(self) -> Iterable[Metric]:
         bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         for name in self.names:
-            family = HistogramMetricFamily(name, self.text, labels=list(self.labels))
+            family = HistogramMetricFamily(name, self.help_text, labels=list(self.labels))
             family.add_metric(
                 list(self.labels.values()),
                 list(zip(bounds, accumulate(self.counts), strict=True)),
@@ -147,9 +149,9 @@ class UnlockedHistogram(Source):
 class UnlockedCounter(Source):
     """A counter without locks, which is updated as often as a Tally."""
 
-    def __init__(self, name: str, text: str, labels: dict[str, str]):
+    def __init__(self, name: str, help_text: str, labels: dict[str, str]):
         self.name = name
-        self.text = text
+        self.help_text = help_text
         self.labels = labels
         self.value = 0
 
@@ -157,7 +159,7 @@ class UnlockedCounter(Source):
         self.value += count
 
     def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(self.name, self.text, labels=list(self.labels))
+        family = CounterMetricFamily(self.name, self.help_text, labels=list(self.labels))
         family.add_metric(list(self.labels.values()), self.value)
         yield family
 
@@ -179,16 +181,17 @@ class EngineSource(Source):
         counters |= self._draft_counters(heartbeat)
         if heartbeat.tiers:
             gauges |= {
-                f"kv_host_slots_{state}": (heartbeat.tiers[f"host_blocks_{state}"], text)
-                for state, text in HOST_BLOCKS.items()
+                f"kv_host_slots_{state}": (heartbeat.tiers[f"host_blocks_{state}"], help_text)
+                for state, help_text in HOST_BLOCKS.items()
             }
             counters |= {
-                f"kv_tier_{name}": (heartbeat.tiers[name], text) for name, text in TIERS.items()
+                f"kv_tier_{name}": (heartbeat.tiers[name], help_text)
+                for name, help_text in TIERS.items()
             }
         gauges |= self._old_names(gauges)
         counters |= self._old_names(counters)
-        for name, (value, text) in gauges.items():
-            gauge = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
+        for name, (value, help_text) in gauges.items():
+            gauge = GaugeMetricFamily(f"{self.prefix}:{name}", help_text, labels=["model_name"])
             gauge.add_metric([self.model], value)
             yield gauge
         counters |= {
@@ -198,8 +201,8 @@ class EngineSource(Source):
             )
             for part, seconds in heartbeat.seconds.items()
         }
-        for name, (value, text) in counters.items():
-            counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name"])
+        for name, (value, help_text) in counters.items():
+            counter = CounterMetricFamily(f"{self.prefix}:{name}", help_text, labels=["model_name"])
             counter.add_metric([self.model], value)
             yield counter
         yield self._labelled(
@@ -409,8 +412,12 @@ class EngineSource(Source):
             return {}
         return {old: values[name] for old, name in OLD_NAMES.items() if name in values}
 
-    def _labelled(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", label])
+    def _labelled(
+        self, name: str, help_text: str, label: str, values: Mapping[str, float]
+    ) -> Metric:
+        counter = CounterMetricFamily(
+            f"{self.prefix}:{name}", help_text, labels=["model_name", label]
+        )
         for key, value in values.items():
             counter.add_metric([self.model, key], value)
         return counter
@@ -437,16 +444,18 @@ class Metrics:
         self._add_server_metrics()
         self._add_classic_metrics()
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> UnlockedHistogram:
+    def _histogram(
+        self, name: str, help_text: str, buckets: tuple[float, ...]
+    ) -> UnlockedHistogram:
         labels = {"model_name": self.model}
-        histogram = UnlockedHistogram(f"{self.prefix}:{name}", text, buckets, labels)
+        histogram = UnlockedHistogram(f"{self.prefix}:{name}", help_text, buckets, labels)
         if self.prefix == "vllm":
             histogram.names += [f"vllm:{old}" for old, new in OLD_NAMES.items() if new == name]
         self.registry.register(histogram)
         return histogram
 
-    def _counter(self, name: str, text: str, labels: dict[str, str]) -> UnlockedCounter:
-        counter = UnlockedCounter(name, text, labels)
+    def _counter(self, name: str, help_text: str, labels: dict[str, str]) -> UnlockedCounter:
+        counter = UnlockedCounter(name, help_text, labels)
         self.registry.register(counter)
         return counter
 
