@@ -162,6 +162,12 @@ class BatchSlots:
         """Return the index into `flat` of an entry of a slot's block table."""
         return slot * self.columns + self._table_at + logical_block
 
+    def fill_of(self, slot: int) -> SlotFill:
+        """Return the latest SlotFill of a slot in the current step."""
+        fill = self.slot_fills[slot]
+        assert fill is not None, f"no plan has filled slot {slot}"
+        return fill
+
     def token_index(self, slot: int, position: int) -> int:
         """Return the index into `flat` of a token."""
         return slot * self.columns + self._tokens_at + position

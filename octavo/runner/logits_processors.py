@@ -199,9 +199,7 @@ class LogitsPipeline:
         if self.processors:
             logits = self._run_processors(logits, slots)
         for row, slot in enumerate(slots):
-            fill = batch_slots.slot_fills[slot]
-            functions: list[Any] = (fill and fill.params.logits_processors) or []
-            for function in functions:
+            for function in batch_slots.fill_of(slot).params.logits_processors or []:
                 logits[row] = call_processor(function, *self._tokens[slot], logits[row])
         return logits
 

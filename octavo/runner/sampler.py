@@ -54,7 +54,7 @@ class SampleJob:
 
         `masks` has the packed masks of items with a guide (Guide.mask).
         """
-        filled = [fill for slot in slots if (fill := batch_slots.slot_fills[slot]) is not None]
+        filled = [batch_slots.fill_of(slot) for slot in slots]
         params = [fill.params for fill in filled]
         allowed = [
             item
@@ -257,8 +257,8 @@ class RequestedLogprobs:
     def of(slots: list[int], batch_slots: BatchSlots) -> RequestedLogprobs:
         requested = RequestedLogprobs([], [], [])
         for item, slot in enumerate(slots):
-            fill = batch_slots.slot_fills[slot]
-            if fill is None or fill.num_logprobs is None:
+            fill = batch_slots.fill_of(slot)
+            if fill.num_logprobs is None:
                 continue
             named = fill.params.logprob_token_ids or []
             requested.items.append(item)
