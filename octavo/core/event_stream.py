@@ -159,6 +159,7 @@ class EventStream:
         self.pieces: dict[int, TextPieces] = {}  # by Sequence.id
         self.decode: list[int] | None = None  # the sequences that decode in the latest plan
         self.not_admitted_ids: set[int] = set()  # sequences with a NotAdmitted event in this plan
+        self.planned_step = 0  # The step of that plan.
         self.records: list[tuple[Any, ...]] = []  # lines that are not encoded yet
         self.number = 0  # number of the last event that became a line
         self.bytes_left = 0  # bytes until the next snapshot
@@ -329,6 +330,7 @@ class EventStream:
     def _on_wait(self, event: NotAdmitted) -> None:
         """Add a line, unless the sequence waits for the same reason as after the last plan."""
         seq = event.seq
+        self._begin_plan(event.step)
         self.not_admitted_ids.add(seq.id)
         num_ahead = self.scheduler.waiting.index(seq)
         why = (seq.id, event.reason, event.needed_blocks, event.waits_for, num_ahead)
@@ -375,8 +377,16 @@ class EventStream:
         if plan.num_drafts:
             drafts = [item.num_drafts for item in plan.items if item.start is None]
         listed = None if same else decode
+        self._begin_plan(event.step)
         details = (chunks, listed, drafts, int(plan.urgent), self._take_not_tried())
         self._add("planned", event, event.token_budget, *details)
+
+    def _begin_plan(self, step: int) -> None:
+        """Forget what the plan before did not admit. That plan may have been empty: then no line of
+        its own followed."""
+        if step != self.planned_step:
+            self.planned_step = step
+            self.not_admitted_ids.clear()
 
     def _take_not_tried(self) -> list[int] | None:
         """Drop the reasons of sequences that this plan did not try. Returns the sequences."""
@@ -384,7 +394,6 @@ class EventStream:
         not_tried = [seq_id for seq_id in reasons if seq_id not in self.not_admitted_ids]
         for seq_id in not_tried:
             del reasons[seq_id]
-        self.not_admitted_ids.clear()
         return not_tried or None
 
     def _is_last(self, item: Item) -> bool:
