@@ -129,6 +129,7 @@ export function changes() {
 const numbers = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 export const count = (n) => numbers.format(n);
 export const plural = (n, noun, nouns = `${noun}s`) => `${count(n)} ${n === 1 ? noun : nouns}`;
+export const capitalised = (words) => `${words[0].toUpperCase()}${words.slice(1)}`;
 export const percent = (part, whole) => (whole ? `${few((100 * part) / whole)} %` : "–");
 
 export function few(n) {

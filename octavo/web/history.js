@@ -191,6 +191,21 @@ export class History {
     );
   }
 
+  // Returns the first and the last number of the steps of an engine process, and the place of the
+  // step whose number is the nearest; null if there is no step of the process.
+  nearestStep(number, engine) {
+    let found = null;
+    this.steps.forEach((index, place) => {
+      if (this.engineAt(index) !== engine) return;
+      const step = this.line(index)[2];
+      found ??= { first: step, last: step, place, distance: Infinity };
+      const distance = Math.abs(step - number);
+      if (distance <= found.distance) Object.assign(found, { place, distance });
+      found.last = step;
+    });
+    return found;
+  }
+
   // Returns the index of the last line of the step to which a line belongs.
   endOfStepWith(index) {
     return this.endOfStep(this.stepAt(index));
@@ -245,6 +260,7 @@ function factsOf(opening, before, state) {
 // Keeps what a snapshot does not have: requests that have ended, and texts.
 function continueFrom(before, state, isNewEngine) {
   state.ended = before.ended;
+  state.since = before.since;
   state.engine = before.engine + (isNewEngine ? 1 : 0);
   for (const name of ["finished", "failed", "refused", "evictions", "drafted", "accepted"])
     state.counters[name] = before.counters[name];

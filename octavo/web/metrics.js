@@ -10,6 +10,7 @@ import {
   element,
   few,
   onTheme,
+  plural,
   prepare,
   setText,
   surfaceOf,
@@ -73,7 +74,7 @@ const TILES = [
     "KV blocks used",
     ({ blocks }) => ({
       value: share(blocks.used, blocks.total),
-      words: `${count(blocks.used)} of ${count(blocks.total)}; ${count(blocks.cached)} cached`,
+      words: `${count(blocks.used)} of ${count(blocks.total)}; ${count(blocks.cached)} can be evicted`,
     }),
     (now) => now.used,
   ],
@@ -95,7 +96,7 @@ const TILES = [
     "Preemptions",
     ({ state }) => ({
       value: [count(state.counters.preemptions), ""],
-      words: `${count(state.counters.recomputed_tokens)} tokens recomputed`,
+      words: `${plural(state.counters.recomputed_tokens, "token")} recomputed`,
     }),
     (now) => now.preemptions,
   ],

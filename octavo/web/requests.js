@@ -1,9 +1,19 @@
 // The table of requests: live ones in the order of arrival, then the latest that have ended.
 
 import { chip, nameOf } from "./colours.js";
-import { byId, count, element, plural, setChildren, setText, short, spell } from "./draw.js";
-import { blockerOf, countStates, wordsOfReason } from "./state.js";
-import { FINISH_REASONS, wordsOfRefusal } from "./words.js";
+import {
+  byId,
+  changes,
+  count,
+  element,
+  plural,
+  setChildren,
+  setText,
+  short,
+  spell,
+} from "./draw.js";
+import { blockerOf, cachedOf, countStates, wordsOfReason } from "./state.js";
+import { FINISH_REASONS, nameOfStep, wordsOfRefusal } from "./words.js";
 
 // Count of the header -> the states of the requests that it counts.
 const STATES = {
@@ -23,6 +33,7 @@ const USUAL_HEIGHT = 24; // Of a row that was not seen yet, in pixels.
 const isNarrow = matchMedia("(max-width: 760px)");
 const isMedium = matchMedia("(max-width: 1180px)");
 const body = byId("rows");
+const box = byId("requests-box");
 const NO_REQUESTS = byId("no-requests").textContent;
 const NONE_YET = "No request has arrived by this step."; // In a recording.
 let rows = new Map(); // key -> row
@@ -31,6 +42,8 @@ let select = () => {};
 let hover = () => {};
 let redraw = () => {};
 let only = ""; // The count of the header to which the table is limited.
+let listed = []; // The ids of the listed requests, in their order.
+const isOtherSelection = changes();
 
 export function onRequests(listeners) {
   ({ select, hover, redraw } = listeners);
@@ -51,24 +64,57 @@ function newRow(key) {
   cells[2].append(meter, note);
   for (const cell of cells.slice(3)) cell.className = "num";
   tr.append(...cells);
-  tr.tabIndex = 0;
+  tr.tabIndex = -1;
   const row = { key, tr, cells, meter, bars, note, word, often, look: "" };
   tr.addEventListener("click", () => select(row.seq.id));
-  tr.addEventListener(
-    "keydown",
-    (event) =>
-      (event.key === "Enter" || event.key === " ") &&
-      (event.preventDefault(), select(row.seq.id)),
-  );
+  tr.addEventListener("keydown", (event) => {
+    const actions = {
+      Enter: () => select(row.seq.id),
+      " ": () => select(row.seq.id),
+      ArrowDown: () => focusRow(tr.nextElementSibling),
+      ArrowUp: () => focusRow(tr.previousElementSibling),
+    };
+    if (!actions[event.key]) return;
+    event.preventDefault();
+    event.stopPropagation();
+    actions[event.key]();
+  });
   tr.addEventListener("pointerenter", () => hover(row.seq.id));
   tr.addEventListener("pointerleave", () => hover(0));
   return row;
 }
 
+function focusRow(tr) {
+  if (!tr) return;
+  setTabStop(tr);
+  tr.focus({ preventScroll: true });
+  showRow(tr);
+}
+
+// Of all rows, Tab reaches one: the arrow keys move from it to the others.
+function setTabStop(chosen) {
+  for (const { tr } of rows.values()) tr.tabIndex = tr === chosen ? 0 : -1;
+}
+
+// Scrolls the table so that a row is seen whole, below the head of the table.
+function showRow({ offsetTop, offsetHeight }) {
+  const top = offsetTop - byId("requests").tHead.offsetHeight;
+  const bottom = offsetTop + offsetHeight - box.clientHeight;
+  box.scrollTop = Math.min(top, Math.max(bottom, box.scrollTop));
+}
+
+// Returns the id of the request that is listed after another one, or before it with -1, or null.
+export function idBeside(id, direction) {
+  if (!listed.length) return null;
+  const at = listed.indexOf(id);
+  if (at < 0) return listed.at(direction > 0 ? 0 : -1);
+  return listed.at((at + direction) % listed.length);
+}
+
 // A plan gives a reason for the requests that it tried, and for the first that it did not try.
 function whyWaiting(seq, state) {
   const blocker = blockerOf(seq, state);
-  if (blocker === seq) return wordsOfReason(seq.waits.reason, state);
+  if (blocker === seq) return wordsOfReason(seq.waits.reason, state, seq.waits.needed);
   if (blocker) return `behind ${nameOf(blocker)} in the queue`;
   return seq.preempted ? seq.preempted.reason : "waiting for the next step";
 }
@@ -126,14 +172,15 @@ function fill(row, state, marks) {
   const limit = Math.max(seq.limit, seq.prompt + seq.generated, 1);
   const part = (n) => `${Math.min(100, (100 * n) / limit).toFixed(2)}%`;
   const computed = Math.min(seq.computed + seq.dropped, seq.prompt);
+  const cached = cachedOf(seq);
   const widths = [
     seq.prompt,
     seq.prompt + seq.generated,
     seq.ended === undefined ? computed : seq.prompt,
-    Math.min(seq.cached, limit),
+    Math.min(cached, seq.prompt),
   ];
   row.bars.forEach((bar, i) => (bar.style.width = part(widths[i])));
-  row.meter.title = `${count(seq.cached)} of ${count(seq.prompt)} prompt tokens cached, ${count(seq.generated)} of at most ${count(limit - seq.prompt)} generated`;
+  row.meter.title = `${plural(cached, "token")} cached at its latest admission, ${plural(seq.prompt, "prompt token")}, ${count(seq.generated)} of at most ${count(limit - seq.prompt)} generated`;
   // A request that waits or has ended has no progress to show, but a reason, which takes the place
   // of the numbers.
   const isIdle =
@@ -154,7 +201,7 @@ function fill(row, state, marks) {
   row.note.className = why ? "note why" : "note text";
   row.note.hidden = !text;
   if (isIdle) return;
-  [seq.prompt, seq.cached, seq.generated, seq.table.length].forEach((n, i) =>
+  [seq.prompt, cached, seq.generated, seq.table.length].forEach((n, i) =>
     setText(row.cells[3 + i], count(n)),
   );
   setText(row.cells[7], String(seq.priority));
@@ -168,16 +215,17 @@ export function drawRequests(state, marks) {
   );
   const isChosen = (seq) => !only || STATES[only].includes(seq.state);
   const chosen = live.filter(isChosen);
+  const over = state.ended.filter(isChosen);
   const shown = [
     ...chosen.slice(0, SHOWN_LIVE),
     ...[...state.compiling.values()].filter(isChosen),
-    ...state.ended.filter(isChosen).slice(-SHOWN_ENDED).reverse(),
+    ...over.slice(-SHOWN_ENDED).reverse(),
   ];
-  const unlisted = chosen.length - SHOWN_LIVE;
-  setText(
-    byId("more-requests"),
-    unlisted > 0 ? `${plural(unlisted, "more live request")} not listed` : "",
-  );
+  const unlisted = [
+    chosen.length > SHOWN_LIVE && plural(chosen.length - SHOWN_LIVE, "more live request"),
+    over.length > SHOWN_ENDED && "older requests that have ended",
+  ].filter(Boolean);
+  setText(byId("more-requests"), unlisted.length ? `Not listed: ${unlisted.join(", ")}.` : "");
   const hasPriorities = shown.some((seq) => seq.priority);
   const hasTenants = shown.some((seq) => seq.tenant);
   byId("requests").classList.toggle("no-priorities", !hasPriorities);
@@ -186,8 +234,19 @@ export function drawRequests(state, marks) {
   marks.columns = isNarrow.matches
     ? 3
     : 4 + (isMedium.matches ? 0 : 1 + hasTenants) + hasPriorities;
+  listed = shown.map(({ id }) => id);
+  const isNewlySelected = isOtherSelection(marks.selected) && marks.selected;
+  const place = isNewlySelected ? listed.indexOf(marks.selected) : -1;
+  if (place >= 0 && shown.length > LONG) bringNear(shown, place);
   const [first, last] = findInSight(shown);
   for (const row of placeRows(shown, first, last)) fill(row, state, marks);
+  const selected = rows.get(String(marks.selected));
+  const focused = [...rows.values()].find(({ tr }) => tr === document.activeElement);
+  if (place >= 0 && selected) {
+    showRow(selected.tr);
+    if (focused) selected.tr.focus({ preventScroll: true });
+  }
+  setTabStop((focused ?? selected ?? rows.values().next().value)?.tr);
   byId("requests").ariaRowCount = String(shown.length + 1);
   byId("no-requests").hidden = shown.length > 0;
   const noRequests = document.body.classList.contains("replay") ? NONE_YET : NO_REQUESTS;
@@ -200,7 +259,7 @@ export function drawRequests(state, marks) {
 function findInSight(shown) {
   if (shown.length <= LONG) return [0, shown.length - 1];
   for (const [key, { tr }] of rows) heights.set(key, tr.offsetHeight || USUAL_HEIGHT);
-  const { scrollTop, clientHeight } = byId("requests-box");
+  const { scrollTop, clientHeight } = box;
   let top = 0;
   let [first, last] = [0, shown.length - 1];
   shown.forEach((seq, place) => {
@@ -209,6 +268,13 @@ function findInSight(shown) {
     top += heightOf(seq);
   });
   return [Math.max(0, first - MARGIN), Math.min(shown.length - 1, last + MARGIN)];
+}
+
+// Scrolls a long table so that the row of a request is one of those that are made.
+function bringNear(shown, place) {
+  const top = shown.slice(0, place).reduce((all, seq) => all + heightOf(seq), 0);
+  if (top < box.scrollTop || top > box.scrollTop + box.clientHeight - 2 * USUAL_HEIGHT)
+    box.scrollTop = top;
 }
 
 const heightOf = (seq) => heights.get(keyOf(seq)) ?? USUAL_HEIGHT;
@@ -244,7 +310,7 @@ function leaveRoom(part, height) {
   part.querySelector("td").style.height = `${height}px`;
 }
 
-byId("requests-box").addEventListener("scroll", () => heights.size && redraw(), { passive: true });
+box.addEventListener("scroll", () => heights.size && redraw(), { passive: true });
 
 const counts = Object.fromEntries(
   ["decode", "prefill", "waiting", "done", "failed", "refused"].map((name) => {
@@ -271,6 +337,8 @@ function drawCounts(state, live) {
   const { decode, prefill, waiting } = countStates(state);
   const { finished, failed, refused } = state.counters;
   const numbers = { decode, prefill, waiting, done: finished, failed, refused };
+  const since = state.since ? ` since ${nameOfStep(state.since)}` : "";
+  setText(counts.done.words, ` done${since}`);
   for (const [name, { item, number }] of Object.entries(counts)) {
     setText(number, count(numbers[name]));
     item.hidden = !numbers[name] && only !== name && (name === "failed" || name === "refused");

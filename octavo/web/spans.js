@@ -120,7 +120,6 @@ function spanUpTo(span, index, steps) {
     found.drafts = span.drafts.slice(0, found.last - span.first + 1);
   } else if (span.endAt > index) Object.assign(found, { end: Infinity, endAt: Infinity });
   if (span.whys) found.whys = span.whys.filter(({ at }) => at <= index);
-  if (span.swappedAt > index) Object.assign(found, { kind: "preempted", swappedAt: undefined });
   return found;
 }
 
@@ -137,9 +136,9 @@ export class Spans {
     this.allLanes = []; // In the order of arrival.
     this.steps = []; // Steps that have landed, in their order.
     this.places = new Map(); // Step number -> its place in `steps`, of steps in flight and the latest ones.
-    this.preemptions = []; // The places of the steps that preempted a sequence.
+    // What the slider marks: { kind, at }. A preemption names the sequence.
+    this.marks = [];
     this.sharings = []; // The lines with which a request got blocks that others hold.
-    this.restarts = []; // The places of the first steps of engine processes but the first.
     this.plans = new Map(); // Step number -> its plan, while it is in flight.
     this.ttft = new Samples(); // Times to first token.
     this.itl = new Samples(); // Times between tokens.
@@ -215,12 +214,17 @@ function addLanes(spans, state, at, reason = "unseen") {
   }
 }
 
+function addAfterGap(spans, state, at) {
+  spans.marks.push({ kind: "gap", at });
+  addLanes(spans, state, at);
+}
+
 const handlers = {
   opened: (spans, event, state, at) => addLanes(spans, state, at),
-  gap: (spans, event, state, at) => addLanes(spans, state, at),
-  reopened: (spans, event, state, at) => addLanes(spans, state, at),
+  gap: (spans, event, state, at) => addAfterGap(spans, state, at),
+  reopened: (spans, event, state, at) => addAfterGap(spans, state, at),
   restarted(spans, event, state, at) {
-    spans.restarts.push(spans.steps.length);
+    spans.marks.push({ kind: "restarted", at });
     addLanes(spans, state, at, "lost");
   },
   arrived: (spans, event, state, at) => spans.laneOf(event.seq, state, at),
@@ -244,27 +248,22 @@ const handlers = {
       time: event.time,
       cached: event.cached,
       recomputed: event.recomputed,
+      blockSize: state.about.block_size,
       step: event.step,
     });
   },
   loaded(spans, event, state, at) {
-    // A preempted sequence that is admitted with blocks from a lower tier was swapped.
     if (event.tier !== "host") return;
     for (const seq of state.sequences.values()) {
       if (seq.admitted?.step !== event.step || !seq.table.includes(event.block)) continue;
       const lane = spans.lanes.get(seq.id);
-      const waited = lane?.spans.findLast(
-        (span) => span.kind === "preempted" || span.kind === "swapped",
-      );
-      if (waited && waited.end === seq.admitted.time && waited.kind === "preempted")
-        Object.assign(waited, { kind: "swapped", swappedAt: at });
       lane?.marks.at(-1)?.loads?.push(at);
       if (lane) lane.changedAt = at;
     }
   },
   preempted(spans, event, state, at) {
     const lane = spans.laneOf(event.seq, state, at);
-    spans.preemptions.push(spans.steps.length + spans.plans.size);
+    spans.marks.push({ kind: "preempted", at, seq: event.seq });
     lane.begin("preempted", at, event.time, {
       whys: [{ at, step: event.step, reason: event.reason }],
       beneficiary: event.beneficiary,

@@ -36,6 +36,9 @@ export function stateFrom(about, snapshot, number = 0, step = 0, time = 0) {
     about,
     settings: snapshot.settings,
     engine: 1, // The engine processes that the page knows are counted from 1.
+    // The first step that the page knows, if requests had started before it; else 0. The page counts
+    // ended requests from there on.
+    since: snapshot.counters.queried_tokens ? step : 0,
     number,
     step,
     time,
@@ -44,6 +47,7 @@ export function stateFrom(about, snapshot, number = 0, step = 0, time = 0) {
     compiling: new Map(), // Requests whose structured output is being compiled, by request id.
     // Device blocks. Arrays are indexed by block; block 0 is padding.
     references: new Uint16Array(blocks),
+    used: 0, // Blocks with references.
     contents: new Uint32Array(blocks), // The number of the content; 0: none.
     parents: new Uint32Array(blocks), // The number of the content before it.
     // A free block with a smaller number is reused earlier.
@@ -77,6 +81,7 @@ export function stateFrom(about, snapshot, number = 0, step = 0, time = 0) {
     for (const block of fields.table) state.references[block] += 1;
   }
   for (const block of [...snapshot.promoted, ...snapshot.withheld]) state.references[block] += 1;
+  for (const references of state.references.subarray(1)) state.used += references > 0;
   for (const [block, content, parent] of snapshot.contents) {
     state.contents[block] = content;
     state.parents[block] = parent;
@@ -117,10 +122,13 @@ const newSequence = (fields) => ({
   inherited: 0,
   first_token: null,
   table: [], // Its blocks, in the order of its text.
-  // Why it waits: reason, blocks needed, the sequence it waits for, how many are ahead.
+  // Why it waits: reason, blocks needed, the sequence it waits for, how many are ahead; and the step
+  // of the first plan that decided so, and the blocks that were in use then.
   waits: null,
   unplanned: null, // Why it was not part of a step: reason, blocks needed, step.
-  preempted: null, // The last preemption: reason, beneficiary, positions, blocks, step, time.
+  // The last preemption: reason, beneficiary, positions, blocks, contents of its full blocks, step,
+  // time.
+  preempted: null,
   // The last admission: cached and recomputed tokens, why the match ended, step, time.
   admitted: null,
   drafted: 0,
@@ -161,6 +169,7 @@ export function apply(state, event) {
 }
 
 function takeBlock(state, block) {
+  if (!state.references[block]) state.used += 1;
   state.references[block] += 1;
   state.freeOrder[block] = Infinity;
 }
@@ -168,9 +177,15 @@ function takeBlock(state, block) {
 // A block without content is reused next; a cached block is reused last.
 function releaseBlock(state, block) {
   state.references[block] -= 1;
-  if (state.references[block] === 0)
-    state.freeOrder[block] = state.contents[block] ? (state.back += 1) : (state.front -= 1);
+  if (state.references[block]) return;
+  state.used -= 1;
+  state.freeOrder[block] = state.contents[block] ? (state.back += 1) : (state.front -= 1);
 }
+
+// Returns the content of a full block. Of two blocks with the same content, only one has its number:
+// then the next block of the sequence tells it, if it is full.
+const contentOf = (state, block, next) =>
+  state.contents[block] || (next && state.contents[next] ? state.parents[next] : 0);
 
 function end(state, seq, event, reason, error = "") {
   if (!seq) return;
@@ -323,7 +338,7 @@ const handlers = {
     } else state.counters.recomputed_tokens += event.recomputed;
   },
   waiting(state, { reason, needed, waits_for, ahead, step }, seq) {
-    seq.waits = { reason, needed, waits_for, ahead, step };
+    seq.waits = { reason, needed, waits_for, ahead, step, used: state.used };
   },
   unplanned(state, { reason, needed, step }, seq) {
     seq.unplanned = { reason, needed, step };
@@ -335,7 +350,9 @@ const handlers = {
   },
   preempted(state, { reason, beneficiary, positions, step, time }, seq) {
     seq.state = "waiting";
-    seq.preempted = { reason, beneficiary, positions, blocks: seq.table.length, step, time };
+    const contents = seq.table.map((block, i) => contentOf(state, block, seq.table[i + 1]));
+    const blocks = seq.table.length;
+    seq.preempted = { reason, beneficiary, positions, blocks, contents, step, time };
     seq.waits = null;
     seq.computed = seq.planned = 0;
     seq.epoch += 1;
@@ -371,6 +388,7 @@ const handlers = {
       items: [...decodes, ...items],
       budget: event.budget,
       urgent: event.urgent,
+      used: state.used, // Blocks that were in use when the plan was made.
     };
     state.inFlight.set(event.step, state.plan);
     for (const id of event.untried ?? []) {
@@ -540,12 +558,43 @@ export function hasFreeSlot(state) {
   return decode + prefill < state.about.max_num_seqs;
 }
 
+// Returns the latest plan that left a sequence waiting: { step, used }, the blocks that were in use;
+// null if the page has not seen it. An empty plan is not reported, but its decisions are.
+export function decisionOf({ waits }, { plan }) {
+  if (plan && plan.step >= waits.step) return plan;
+  return waits.used === undefined ? null : waits;
+}
+
+// Returns how many blocks could be taken now: free ones, and cached ones that would be evicted.
+export const countAvailable = ({ about, used }) => about.num_blocks - used;
+
 // Returns a reason for waiting in words. A plan decides at the start of a step, and a sequence may
-// end before the end of it.
-export const wordsOfReason = (reason, state) =>
-  reason === NO_FREE_SLOT && hasFreeSlot(state)
-    ? "every batch slot was in use at the start of this step"
-    : reason;
+// end before the end of it. `needed` are the blocks that the sequence needs to start.
+export function wordsOfReason(reason, state, needed = 0) {
+  if (reason === NO_FREE_SLOT && hasFreeSlot(state))
+    return "every batch slot was in use at the start of this step";
+  if (reason === TOO_FEW_BLOCKS && needed && needed <= countAvailable(state))
+    return "there were too few free blocks for it at the start of this step";
+  return reason;
+}
+
+// Returns the tokens that the latest admission of a sequence found in the prefix cache or in host
+// memory. The page may not have seen that admission.
+export const cachedOf = ({ admitted, cached }) => admitted?.cached ?? cached;
+
+// Returns how many blocks of a preempted sequence could be reused now, from its beginning to the
+// first that is missing: { device, host }; null if the page has not seen the preemption.
+export function countReusable({ preempted }, state) {
+  if (!preempted) return null;
+  const onDevice = new Set(state.contents);
+  const onHost = new Set(state.hostContents);
+  const found = { device: 0, host: 0 };
+  for (const content of preempted.contents) {
+    if (!content || !(onDevice.has(content) || onHost.has(content))) break;
+    found[onDevice.has(content) ? "device" : "host"] += 1;
+  }
+  return found;
+}
 
 // Returns block -> ids of the sequences that hold it.
 export function findOwners(state) {
@@ -605,7 +654,7 @@ export function compareWithEngine(state, about, snapshot) {
     if (theirs.state !== "waiting")
       differ(`tokens of sequence ${id}`, mine.generated, theirs.generated);
     differ(`blocks of sequence ${id}`, mine.table, theirs.table);
-    const [why, whyOfEngine] = [mine, theirs].map(({ waits }) => waits && { ...waits, step: 0 });
+    const [why, whyOfEngine] = [mine, theirs].map(({ waits }) => waits && { ...waits, step: 0, used: 0 });
     differ(`reason why sequence ${id} waits`, why, whyOfEngine);
   }
   differ("contents", [...state.contents], [...engine.contents]);

@@ -7,7 +7,7 @@
 import { fillOf, lookOf, nameOf } from "./colours.js";
 import { colour, count, explain, plural, prepare, spell } from "./draw.js";
 import { findLast, laneUpTo, lastLanded, stepUpTo } from "./spans.js";
-import { FINISH_REASONS, nameOfStep } from "./words.js";
+import { FINISH_REASONS, nameOfStep, wordsOfReturn } from "./words.js";
 
 const GUTTER = 58;
 const AXIS = 16;
@@ -161,7 +161,7 @@ function drawHostAndDevice(context, step, x) {
   bar(landed, done, y + DEVICE, HOST - 4, "host");
 }
 
-const SPAN_COLOURS = { waiting: "waiting", preempted: "alarm", swapped: "tier" };
+const SPAN_COLOURS = { waiting: "waiting", preempted: "alarm" };
 
 function drawLane(context, spans, lane, y, { x, start, end, now, index, marks, pixels }) {
   const isMarked = marks.selected === lane.id || marks.hovered === lane.id;
@@ -265,7 +265,7 @@ function drawMark(context, mark, at, y) {
     context.lineTo(at, y + 10);
     context.fill();
   } else if (mark.cached) {
-    context.fillStyle = colour("cached");
+    context.fillStyle = colour(mark.loads.length ? "tier" : "cached");
     context.fillRect(at - 5, y + 4, 5, LANE - 8);
   }
 }
@@ -428,7 +428,7 @@ export class Timeline {
     const admission = lane.marks.find((mark) => mark.kind === "admitted" && mark.time >= span.end);
     const cost =
       admission && span.kind !== "waiting"
-        ? `\n${count(admission.recomputed)} tokens recomputed, ${count(admission.cached)} found in the cache`
+        ? `\n${wordsOfReturn({ ...admission, loads: admission.loads.length, positions: span.positions })}`
         : "";
     return `${name}: ${span.kind} for ${lasted}\n${span.whys?.at(-1)?.reason ?? ""}${cost}`;
   }

@@ -6,16 +6,20 @@ import {
   colour,
   count,
   element,
+  explain,
   onTheme,
+  plural,
   prepare,
   setText,
   surfaceOf,
 } from "./draw.js";
 import { address } from "./feed.js";
+import { idBeside } from "./requests.js";
 import { nameOfStep } from "./words.js";
 
 const scrub = byId("scrub");
 const map = byId("scrub-map");
+const MOST_MARKS = 4; // Of those close to the pointer, that are named.
 let timer = 0;
 let isPlaying = false;
 let onStop = () => {};
@@ -41,11 +45,18 @@ export function bindTransport(page, { showLink, redraw }) {
   byId("pause").addEventListener("click", pause);
   byId("back").addEventListener("click", () => step(-1));
   byId("forward").addEventListener("click", () => step(1));
+  let pressed = null; // The place of a press that has not moved the slider yet.
+  scrub.addEventListener("pointerdown", ({ offsetX }) => (pressed = offsetX));
+  scrub.addEventListener("pointerup", () => (pressed = null));
   scrub.addEventListener("input", () => {
     stop();
-    page.moveTo(page.history.endOfStep(Number(scrub.value)));
+    // A press close to a mark means the mark.
+    const place = pressed === null ? undefined : marksNear(pressed)[0]?.place;
+    pressed = null;
+    page.moveTo(page.history.endOfStep(place ?? Number(scrub.value)));
     showLink();
   });
+  explain(scrub, (x) => wordsOfMarks(page, marksNear(x)));
   byId("link").addEventListener("click", async () => {
     if (page.follows) page.moveTo(page.index);
     showLink();
@@ -81,10 +92,9 @@ export function bindTransport(page, { showLink, redraw }) {
 
 // Selects the next or the previous request of the table.
 function chooseNext(page, direction) {
-  const sequences = [...page.state.sequences.values()].sort((a, b) => a.name - b.name);
-  if (!sequences.length) return;
-  const at = sequences.findIndex((seq) => seq.id === page.selection.id);
-  page.select({ kind: "sequence", id: sequences.at((at + direction) % sequences.length).id });
+  const { selection } = page;
+  const id = idBeside(selection.kind === "sequence" ? selection.id : 0, direction);
+  if (id !== null) page.select({ kind: "sequence", id });
 }
 
 // ---- playing a recording ------------------------------------------------------------------------
@@ -152,21 +162,43 @@ export function drawTransport(page) {
 
 function wordsToGoLive({ history, index }) {
   const behind = history.last - index;
-  return behind > 0 ? `go live (${count(behind)} new)` : "go live";
+  return behind > 0 ? `go live (${plural(behind, "new event")})` : "go live";
 }
 
 let isOtherMap = changes();
 onTheme(() => (isOtherMap = changes()));
 
-// The tokens of each step along the slider, and a mark for each preemption and for each crash of the
-// engine process.
+const NEAR = 5; // Pixels from a mark at which it is meant.
+const THUMB = 5; // The width of the handle of the slider, in pixels.
+let marks = []; // What the slider marks: { kind, at, place, x }.
+
+// The marks close to a place of the slider, nearest first.
+const marksNear = (x) =>
+  marks
+    .filter((mark) => Math.abs(mark.x - x) <= NEAR)
+    .sort((one, other) => Math.abs(one.x - x) - Math.abs(other.x - x));
+
+const MARKS = {
+  preempted: (page, { seq }) => `${page.names.letters(seq)} was preempted`,
+  restarted: () => "the engine process ended, and a new one started",
+  gap: () => "this page does not have the steps before this one",
+};
+
+function wordsOfMarks(page, found) {
+  const { history } = page;
+  const lines = found.slice(0, MOST_MARKS).map((mark) => {
+    const step = nameOfStep(history.line(mark.at)[2], history.engineAt(mark.at));
+    return `${step}: ${MARKS[mark.kind](page, mark)}`;
+  });
+  const more = found.length - lines.length;
+  return [...lines, ...(more > 0 ? [`and ${plural(more, "mark")} more`] : [])].join("\n");
+}
+
+// The tokens of each step along the slider, and a mark for each preemption, for each crash of the
+// engine process, and where steps are missing.
 function drawMap({ spans, history }) {
   const isEmpty = surfaceOf(map).isEmpty;
-  const { preemptions, restarts } = spans;
-  const known = [
-    ...[spans, spans.steps.length, history.steps.length],
-    ...[preemptions.length, restarts.length],
-  ];
+  const known = [spans, spans.steps.length, history.steps.length, spans.marks.length];
   if (!isOtherMap(...known) && !isEmpty) return;
   const { context, width, height } = prepare(map);
   const { steps } = spans;
@@ -180,15 +212,35 @@ function drawMap({ spans, history }) {
     const to = first + Math.floor(((column + 1) * shown) / columns);
     drawColumn(context, steps, from, to, { x, height });
   }
-  context.fillStyle = colour("alarm");
-  for (const place of preemptions)
-    if (place >= first) context.fillRect(Math.min(x(place), width - 2), 2, 2, 7);
-  // A crash has a line from the top to the bottom with a cross.
-  for (const place of restarts)
-    if (place >= first) drawCrash(context, Math.min(x(place), width - 4), height);
+  marks = placeMarks(spans, history, width);
+  for (const mark of marks) drawMark(context, mark, height);
+}
+
+// Returns the marks of the steps that the page has, where the handle of the slider stands at them.
+function placeMarks(spans, history, width) {
+  const last = Math.max(1, history.steps.length - 1);
+  return spans.marks
+    .filter(({ at }) => at >= history.first)
+    .map((mark) => {
+      const place = history.stepAt(mark.at);
+      return { ...mark, place, x: THUMB / 2 + (place / last) * (width - THUMB) };
+    });
+}
+
+// A crash has a line from the top to the bottom with a cross, and a gap has a dashed one.
+function drawMark(context, { kind, x }, height) {
+  if (kind === "restarted") drawCrash(context, x, height);
+  else if (kind === "preempted") {
+    context.fillStyle = colour("alarm");
+    context.fillRect(x - 1, 2, 2, 7);
+  } else {
+    context.fillStyle = colour("dim");
+    for (let y = 0; y < height; y += 6) context.fillRect(x - 1, y, 2, 3);
+  }
 }
 
 function drawCrash(context, x, height) {
+  context.fillStyle = colour("alarm");
   context.fillRect(x - 1, 0, 2, height);
   context.strokeStyle = colour("alarm");
   context.lineWidth = 2;
@@ -222,9 +274,12 @@ const KEYS = [
   ["space", "pause or continue"],
   ["← →", "one step back or forward; with Shift, ten steps"],
   ["Home, End", "the first step; the latest step, which is live if there is a server"],
-  ["j, k", "the next and the previous request"],
+  ["j, k", "select the next and the previous request of the table"],
   ["+ −", "zoom of the timeline"],
-  ["Tab", "move to the KV blocks or the timeline; the arrow keys then move inside the panel"],
+  [
+    "Tab",
+    "move to the requests, the KV blocks or the timeline; the arrow keys then move inside the panel",
+  ],
   ["Esc", "clear the selection"],
   ["?", "this help"],
 ];
@@ -237,7 +292,7 @@ function showHelp() {
     element(
       "p",
       "",
-      "All panels show the same moment. While the page is live, this is the latest event. Pause, then use the slider or the arrow keys to look at any earlier step. On the slider, a short red mark is a preemption, and a red cross is a crash of the engine process.",
+      "All panels show the same moment. While the page is live, this is the latest event. Pause, then use the slider or the arrow keys to look at any earlier step. On the slider, a short red mark is a preemption, a red cross is a crash of the engine process, and a dashed line marks steps that the page does not have.",
     ),
     element(
       "p",

@@ -441,7 +441,7 @@ for (const [name, words] of [
   ["shared", "shared (part of used)"],
   ["withheld", "withheld by the block limit (part of used)"],
   ["cached", "cached: number = order of eviction"],
-  ["free", "free"],
+  ["free", "free: without content"],
 ]) {
   const number = element("b");
   legend.append(element("li", "", element("i", `key ${name}`), number, ` ${words}`));

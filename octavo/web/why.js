@@ -4,6 +4,7 @@
 import { chip, nameOf } from "./colours.js";
 import {
   byId,
+  capitalised,
   changes,
   count,
   element,
@@ -16,8 +17,10 @@ import {
 import { findLast, laneUpTo, lastLanded, percentile, stepUpTo } from "./spans.js";
 import {
   blockerOf,
-  countBlocks,
+  countAvailable,
+  countReusable,
   countWithheld,
+  decisionOf,
   findOwners,
   freeList,
   hasFreeSlot,
@@ -30,7 +33,15 @@ import {
 import { describeStep } from "./timeline.js";
 import { isDemonstration, trafficButton } from "./traffic.js";
 import { describeBlock } from "./wall.js";
-import { FINISH_REASONS, KINDS, describe, nameOfStep, readRefusal, wordsOfRefusal } from "./words.js";
+import {
+  FINISH_REASONS,
+  KINDS,
+  describe,
+  nameOfStep,
+  readRefusal,
+  wordsOfRefusal,
+  wordsOfReturn,
+} from "./words.js";
 
 const panel = byId("why");
 const MAX_CHIPS = 40;
@@ -71,8 +82,9 @@ for (const name of ["pointerup", "pointercancel"]) {
 }
 
 const heading = (text) => element("h3", "", text);
-const capitalised = (words) => `${words[0].toUpperCase()}${words.slice(1)}`;
 const areOf = (n) => `${count(n)} ${n === 1 ? "is" : "are"}`;
+const wereOf = (n) => `${count(n)} ${n === 1 ? "was" : "were"}`;
+const blocksAre = (n, verb) => `${plural(n, "block")} ${n === 1 ? verb[0] : verb[1]}`;
 const paragraph = (...content) => element("p", "", ...content);
 
 // ---- parts --------------------------------------------------------------------------------------
@@ -204,10 +216,16 @@ function sourceLine(source) {
   );
 }
 
+// Goes to another moment, whose explanation begins at the top.
+function leave(index) {
+  panel.scrollTop = 0;
+  go(index);
+}
+
 const link = (words, index) => {
   const button = element("button", "link", words);
   button.type = "button";
-  button.addEventListener("click", () => go(index));
+  button.addEventListener("click", () => leave(index));
   return button;
 };
 
@@ -215,7 +233,7 @@ const link = (words, index) => {
 const stepLink = (number, index, { history }) => {
   const button = element("button", "link", nameOfStep(number, history.engineAt(index)));
   button.type = "button";
-  button.addEventListener("click", () => go(history.endOfStepWith(index)));
+  button.addEventListener("click", () => leave(history.endOfStepWith(index)));
   return button;
 };
 
@@ -227,25 +245,40 @@ const firstChunkOf = (seq) =>
     ? `The chunk is what the token budget of the step allows of its prompt (${plural(seq.prompt, "token")}) and of the ${plural(seq.generated, "token")} that it had generated.`
     : `The chunk is what the token budget of the step allows of its prompt (${plural(seq.prompt, "token")}).`;
 
+// The plan decides at the beginning of a step. The end of the step, which the page shows, may have
+// other numbers.
+function wordsOfShortage(seq, needed, state) {
+  const plan = decisionOf(seq, state);
+  const available = countAvailable(state);
+  const then = plan && state.about.num_blocks - plan.used;
+  const decision = plan
+    ? `At the beginning of ${nameOfStep(plan.step, state.engine)}, when the scheduler decided, ${wereOf(then)} free or cached, so ${blocksAre(needed - then, ["was", "were"])} missing.`
+    : "";
+  if (needed <= available)
+    return `${decision} ${areOf(available)} free or cached now, so the next step can start it.`;
+  return available === then ? decision : `${decision} ${areOf(available)} free or cached now.`;
+}
+
 // Reason -> the rule with its numbers. Reasons are those of octavo/core/scheduler.py.
 const RULES = {
   [TOO_FEW_BLOCKS]: (seq, state) => {
-    const { used, cached, free } = countBlocks(state);
-    const available = cached + free;
     const needed = seq.waits?.needed || 0;
-    const missing = Math.max(needed - available, 0);
     return [
       paragraph(
-        `A request starts only if there are enough blocks for its cached tokens and for its first chunk. ${firstChunkOf(seq)} Besides blocks that it can share with running requests, it needs ${plural(needed, "block")}. ${areOf(free)} free and ${areOf(cached)} cached, so ${missing ? `${plural(missing, "block")} ${missing === 1 ? "is" : "are"} missing` : "there are enough by now, and the next step can start it"}. ${plural(used, "block")} ${used === 1 ? "is" : "are"} held by:`,
+        `A request starts only if there are enough blocks for its cached tokens and for its first chunk. ${firstChunkOf(seq)} Besides blocks that it can share with running requests, it needs ${plural(needed, "block")}. ${wordsOfShortage(seq, needed, state)}`,
       ),
-      holders(state),
+      state.used ? paragraph(`${blocksAre(state.used, ["is", "are"])} held now by:`) : null,
+      state.used ? holders(state) : null,
     ];
   },
   [NO_FREE_SLOT]: (seq, state) => {
     const running = [...state.sequences.values()].filter((other) => other.state !== "waiting");
-    const words = hasFreeSlot(state)
-      ? "A slot has become free since then, and the next step can give it away. These hold one now:"
-      : "A slot is free as soon as one of these ends:";
+    const since = "A slot has become free since then, and the next step can give it away.";
+    const words = !hasFreeSlot(state)
+      ? "A slot is free as soon as one of these ends:"
+      : running.length
+        ? `${since} These hold one now:`
+        : since;
     return [
       paragraph(
         `The batch has ${plural(state.about.max_num_seqs, "slot")}, and each running sequence holds one. ${placeInQueue(seq, state)} ${words}`,
@@ -278,7 +311,7 @@ const RULES = {
     const other = state.sequences.get(seq.waits?.waits_for);
     return [
       paragraph(
-        "Another request is computing most of the same prompt. It is cheaper to wait for those blocks and share them than to compute them twice. It waits for ",
+        `Another request is computing most of the same prompt. It is cheaper to wait for those blocks and share them than to compute them twice.${other ? " It waits for:" : ""}`,
       ),
       chips(other ? [other] : []),
     ];
@@ -310,9 +343,9 @@ const RULES = {
   ],
   "there are too few free blocks for its next chunk": (seq, state) => [
     paragraph(
-      `The prompt is computed in chunks, and the next one needs ${plural(seq.unplanned?.needed ?? 0, "block")}. It takes blocks only from prompts that rank after it, and there is none.`,
+      `The prompt is computed in chunks, and the next one needs ${plural(seq.unplanned?.needed ?? 0, "block")}. It takes blocks only from prompts that rank after it, and there is none.${state.used ? ` ${blocksAre(state.used, ["is", "are"])} held now by:` : ""}`,
     ),
-    holders(state),
+    state.used ? holders(state) : null,
   ],
 };
 
@@ -367,7 +400,7 @@ const explainCompilation = ({ about }) => [
 ];
 
 const explainRule = (reason, seq, state) => [
-  element("p", "rule", `${capitalised(wordsOfReason(reason, state))}.`),
+  element("p", "rule", `${capitalised(wordsOfReason(reason, state, seq.waits?.needed))}.`),
   ...(RULES[reason]?.(seq, state) ?? []),
   sourceOf(state, reason),
 ];
@@ -563,7 +596,7 @@ function explainCache(seq, state, page) {
   const found = [
     heading("What was cached?"),
     paragraph(
-      `At its ${seq.preemptions ? "last " : ""}admission, in ${nameOfStep(admitted.step, engine)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache: ${reason}.`,
+      `At its ${seq.preemptions ? "last " : ""}admission, in ${nameOfStep(admitted.step, engine)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache${state.about.host_blocks ? " or in host memory" : ""}: ${reason}.`,
     ),
   ];
   if (admitted.missing) {
@@ -598,6 +631,37 @@ const forWhom = (seq, other) => {
   return [": it was preempted to make room for ", chip(other)];
 };
 
+function addReturn(all, { positions, cached, recomputed, loads, blockSize }) {
+  all.positions += positions;
+  all.cached += Math.min(cached, positions);
+  all.recomputed += recomputed;
+  all.loads += loads;
+  all.blockSize = blockSize;
+}
+
+// What the preemptions of a request have cost. `all` sums up those after which it resumed.
+function wordsOfCost(seq, waited, all, number) {
+  const time = `${number === 1 ? "It" : "They"} cost ${spell(waited)} of waiting${seq.state === "waiting" ? " so far" : ""}.`;
+  if (!all.positions) return time;
+  return `${time} ${wordsOfReturn(all, number === 1 ? "" : " in all")}`;
+}
+
+// What of a preempted request could be reused if it resumed now.
+function wordsOfReusable(seq, state) {
+  const rest = "When it resumes, it computes again what is not cached then.";
+  const found = countReusable(seq, state);
+  if (!found) return rest;
+  const { block_size, has_disk } = state.about;
+  const tokens = (blocks) => `${count(blocks * block_size)} (${plural(blocks, "block")})`;
+  const { device, host } = found;
+  const places = [
+    device && `${tokens(device)} are cached on the device`,
+    host && `${tokens(host)} are in host memory`,
+  ].filter(Boolean);
+  const disk = has_disk ? " Others may be on disk." : "";
+  return `Of its ${plural(seq.preempted.positions, "position")}, ${places.join(", and ") || "none is cached on the device or in host memory"} now.${disk} ${rest}`;
+}
+
 // Each preemption: for whom, and what it cost.
 function explainPreemptions(seq, page) {
   const whole = page.spans.allLanes.findLast((each) => each.id === seq.id);
@@ -606,19 +670,21 @@ function explainPreemptions(seq, page) {
   const { marks } = lane;
   const found = [];
   let waited = 0;
-  let recomputed = 0;
-  let lost = 0; // Positions of a preemption after which it has not resumed.
+  const all = { positions: 0, cached: 0, recomputed: 0, loads: 0, blockSize: 0 }; // After which it resumed.
   marks.forEach((mark, i) => {
     if (mark.kind !== "preempted") return;
     const again = marks.slice(i + 1).find((other) => other.kind === "admitted");
     const span = lane.spans.find((each) => each.at === mark.at);
     const other = page.names.at(mark.beneficiary, page.index);
     waited += (again?.time ?? Math.min(page.now, lane.end)) - mark.time;
-    recomputed += again?.recomputed ?? 0;
-    lost = again ? 0 : (span?.positions ?? 0);
-    const cost = again
-      ? `It waited ${spell(again.time - mark.time)}. Of its ${plural(span?.positions ?? 0, "position")}, ${count(again.cached)} were still cached${again.loads.length ? ` (${plural(again.loads.length, "block")} loaded from host memory)` : ""} and ${count(again.recomputed)} had to be computed again.`
-      : `It lost ${plural(span?.positions ?? 0, "position")} and still waits. When it resumes, it computes again what is no longer cached.`;
+    const positions = span?.positions ?? 0;
+    const back = again && { ...again, positions, loads: again.loads.length };
+    if (back) addReturn(all, back);
+    const cost = back
+      ? `It waited ${spell(again.time - mark.time)}. ${wordsOfReturn(back)}`
+      : seq.state === "waiting"
+        ? `It had ${plural(positions, "position")}, and still waits.`
+        : `It had ${plural(positions, "position")}, and has not resumed.`;
     found.push(
       element(
         "li",
@@ -637,18 +703,13 @@ function explainPreemptions(seq, page) {
       ? element(
           "p",
           "callout",
-          `It was preempted ${found.length} times. This is thrashing: requests take blocks from each other and compute the same tokens again. More blocks, a host tier (--kv-host-gib), or fewer requests at once (--max-num-seqs) avoid it.`,
+          `It was preempted ${found.length} times. This is thrashing: requests take blocks from each other again and again. More blocks or fewer requests at once (--max-num-seqs) avoid it.${page.state.about.host_blocks ? "" : " A host tier (--kv-host-gib) makes it cheaper."}`,
         )
       : null;
   return [
     heading(found.length === 1 ? "What did its preemption cost?" : "What did its preemptions cost?"),
-    element(
-      "p",
-      "rule",
-      seq.state === "waiting"
-        ? `${spell(waited)} of waiting so far${recomputed ? `, and ${plural(recomputed, "token")} computed again` : ""}. When it resumes, up to ${plural(lost, recomputed ? "more token" : "token")} must be computed again.`
-        : `${spell(waited)} of waiting, and ${plural(recomputed, "token")} computed again.`,
-    ),
+    element("p", "rule", wordsOfCost(seq, waited, all, found.length)),
+    seq.state === "waiting" ? paragraph(wordsOfReusable(seq, page.state)) : null,
     many,
     element("ul", "plain", ...found),
     lastMark.reason === NO_FREE_BLOCK && lastMark.beneficiary !== seq.id
@@ -806,12 +867,12 @@ const GUIDE = [
   [
     "Why does a request wait?",
     "burst",
-    "Click a waiting request. This panel names the rule, its numbers and the line of code.",
+    "Click a waiting request. This panel names the rule, its numbers and the line of code. A request that has finished explains its waits, too.",
   ],
   [
     "What does a preemption cost?",
     "long replies",
-    "The blocks run out after some seconds. Click a request that is marked “preempted”.",
+    "The blocks run out after some seconds. Click a request that is marked “preempted”, also after it has finished.",
   ],
   [
     "Which blocks are shared?",
@@ -870,8 +931,8 @@ const TERMS = [
   ],
   ["preempted", "A running sequence lost its slot and blocks, and waits again."],
   [
-    "swapped",
-    "A preempted sequence gets its blocks back from host memory instead of computing them.",
+    "host memory",
+    "A second place for blocks. A preempted sequence gets its blocks back from there, if they are there, instead of computing them again.",
   ],
 ];
 

@@ -110,7 +110,7 @@ const writers = {
   unplanned: (e) => `${e.reason}`,
   recomputes: (e) => `the KV cache is off, so all tokens are computed again`,
   preempted: (e, name) =>
-    `${e.reason}${e.beneficiary && e.beneficiary !== e.seq ? `, for ${name(e.beneficiary)}` : ""}; ${plural(e.positions, "position")} lost`,
+    `${e.reason}${e.beneficiary && e.beneficiary !== e.seq ? `, for ${name(e.beneficiary)}` : ""}; it gives up the blocks of its ${plural(e.positions, "position")}`,
   finished: (e) => `${FINISH_REASONS[e.reason] ?? e.reason}, ${plural(e.generated, "token")}`,
   failed: (e) => `${e.error}`,
   planned: (e, name) => {
@@ -153,50 +153,99 @@ const writers = {
   listed: (e) => `${plural(e.contents, "content")} on disk`,
 };
 
-// Remembers the letters of every sequence and who computed each content, so that events of the past
-// can be described.
+// Says where the positions of a preempted sequence came from when it resumed: `cached` tokens were
+// found, of which `loads` blocks came from host memory.
+export function wordsOfReturn({ positions, cached, recomputed, loads, blockSize }, inAll = "") {
+  const fromHost = Math.min(loads * blockSize, cached, positions);
+  const onDevice = Math.min(cached, positions) - fromHost;
+  const parts = [
+    fromHost && `${count(fromHost)} came back from host memory (${plural(loads, "block")})`,
+    onDevice && `${count(onDevice)} ${onDevice === 1 ? "was" : "were"} still cached on the device`,
+    recomputed && `${count(recomputed)} ${recomputed === 1 ? "was" : "were"} computed again`,
+  ].filter(Boolean);
+  const last = parts.pop() ?? "none had to be computed again";
+  const words = parts.length ? `${parts.join(", ")}, and ${last}` : last;
+  return `Of its ${plural(positions, "position")}${inAll}, ${words}.`;
+}
+
+// Remembers the letters of every sequence and who computed or loaded each content, so that events of
+// the past can be described.
 export class Names {
   constructor() {
     // Sequence id -> { id, name, index, label, request, labelled: index of the line with the label }
     this.seen = new Map();
-    // Number of a content -> each time that it was computed: { stream, number, writer, text }
+    // Number of a content -> each time that it was computed or loaded: { stream, number, text,
+    // writer: the sequence that computed it, load: where it was loaded, or null }
     this.contents = new Map();
     this.writers = []; // Block -> the sequence that it was allocated for last.
+    // Block -> how its content comes from host memory: { step, engine, seq }, until it is published.
+    this.loads = new Map();
   }
 
   // Adds an event, whose line has this index.
   add(event, state, index) {
-    if (event.kind === "allocated")
-      for (const block of event.blocks) this.writers[block] = event.seq;
-    else if (event.kind === "copied") this.writers[event.target] = event.seq;
+    if (event.kind === "allocated") for (const block of event.blocks) this.#setWriter(block, event.seq);
+    else if (event.kind === "copied") this.#setWriter(event.target, event.seq);
+    else if (event.kind === "loaded") this.#addLoad(event, state);
     else if (event.kind === "published") this.#addContent(event, state);
     else if (event.kind === "arrived" || event.kind === "forked" || event.kind === "admitted")
       this.#keep(state.sequences.get(event.seq), index);
     else if (["opened", "restarted", "reopened", "gap"].includes(event.kind)) {
       for (const seq of state.sequences.values()) {
         this.#keep(seq, index);
-        for (const block of seq.table) this.writers[block] = seq.id;
+        seq.table.forEach((block, place) => {
+          this.#setWriter(block, seq.id);
+          // A block that holds computed positions and is not published yet is being loaded.
+          const isComputed = (place + 1) * state.about.block_size <= seq.computed;
+          if (isComputed && !state.contents[block]) this.loads.set(block, { step: 0, seq: seq.id });
+        });
       }
     }
   }
 
+  #setWriter(block, id) {
+    this.writers[block] = id;
+    this.loads.delete(block);
+  }
+
+  #addLoad({ tier, block, step }, { engine }) {
+    if (tier === "host") this.loads.set(block, { step, engine, seq: this.writers[block] });
+  }
+
   #addContent({ content, block, text, number }, state) {
-    const writer = this.seen.get(this.writers[block]);
-    const known = { stream: state.about.stream, number, writer, text };
+    const load = this.loads.get(block) ?? null;
+    this.loads.delete(block);
+    const writer = load ? this.#findOrigin(content, state)?.writer : this.seen.get(this.writers[block]);
+    const known = { stream: state.about.stream, number, writer, load, text };
     if (this.contents.has(content)) this.contents.get(content).push(known);
     else this.contents.set(content, [known]);
   }
 
-  // Returns lines that say who computed a content last, as far as that is known in a state.
-  originOf(content, state) {
-    const known = this.contents
+  // Returns how a content was computed or loaded last, as far as that is known in a state.
+  #findOrigin(content, state) {
+    return this.contents
       .get(content)
       ?.findLast(({ stream, number }) => stream === state.about.stream && number <= state.number);
+  }
+
+  // Returns lines that say who computed a content, and for whom it was loaded last, as far as that
+  // is known in a state.
+  originOf(content, state) {
+    const known = this.#findOrigin(content, state);
     if (!known) return [];
-    const { writer, text } = known;
-    const lines = [`computed by ${writer ? nameOf(writer) : "an earlier request"}`];
+    const { writer, load, text } = known;
+    const lines = [];
+    if (writer) lines.push(`computed by ${nameOf(writer)}`);
+    else if (!load) lines.push("computed by an earlier request");
+    if (load) lines.push(this.#wordsOfLoad(load));
     if (text) lines.push(`“${text.replace(/\s+/g, " ")}”`);
     return lines;
+  }
+
+  // A block that no sequence holds is filled from disk, by way of host memory.
+  #wordsOfLoad({ step, engine, seq }) {
+    const when = step ? ` in ${nameOfStep(step, engine)}` : "";
+    return seq ? `loaded from host memory for ${this.letters(seq)}${when}` : `read from disk${when}`;
   }
 
   #keep(seq, index) {

@@ -60,7 +60,7 @@ function stepsOf({ history, spans }) {
   const places = [1, 2].map((engine) => history.placeOfNumber(number, engine));
   const ends = places.map((place) => history.endOfStep(place));
   return {
-    restarts: history.restarts.length, marks: spans.restarts, last: spans.steps.filter(({ engine }) => engine === 1).length,
+    restarts: history.restarts.length, marks: spans.marks.filter(({ kind }) => kind === "restarted").map(({ at }) => at), last: index,
     words: describe(history.event(index), () => ""), before: history.line(index - 1)[2], number,
     numbers: ends.map((end) => history.line(end)[2]),
     names: ends.map((end) => nameOfStep(history.stateAt(end).step, history.stateAt(end).engine)),
