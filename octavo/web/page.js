@@ -7,6 +7,7 @@
 import { letters } from "./colours.js";
 import {
   byId,
+  capitalised,
   count,
   element,
   onTheme,
@@ -217,7 +218,7 @@ for (const [name, words] of [
   ["budget", "token budget"],
   ["rejected", "rejected draft"],
   ["alarm", "preempted"],
-  ["tier", "swapped"],
+  ["tier", "from host memory"],
 ])
   byId("timeline-legend").append(element("li", name, element("i", `key ${name}`), words));
 
@@ -241,6 +242,7 @@ const rounds = new Rounds(
       followMine(state);
       followSettings(page.history.end);
       byId("timeline-legend").classList.toggle("no-drafts", !state.counters.drafted);
+      byId("timeline-legend").classList.toggle("no-host", !state.about.host_blocks);
       drawHead();
       refreshTip();
     },
@@ -282,7 +284,7 @@ function drawFooter({ used, cached, free, total }) {
   const holds = used + cached + free === total;
   setText(
     byId("sum"),
-    `${count(used)} used + ${count(cached)} cached + ${count(free)} free = ${plural(total, "block")} ${holds ? "✓" : "✗"}`,
+    `${count(used)} used + ${count(cached)} cached (can be evicted) + ${count(free)} free = ${plural(total, "block")} ${holds ? "✓" : "✗"}`,
   );
   byId("sum").className = holds ? "" : "bad";
   const check = page.history.checkOf(page.state.about.stream, page.index);
@@ -338,6 +340,7 @@ byId("side-panel").addEventListener("keydown", (event) => {
 
 // The address names the step and the request, so that it can be sent to somebody.
 export function showLink() {
+  showNotice("");
   const parts = [];
   if (!page.follows && page.state) {
     parts.push(`step=${page.state.step}`);
@@ -353,25 +356,53 @@ export function showLink() {
   );
 }
 
-// Goes to what the address names, as far as the page has it.
+// Goes to what the address names, and says what of it the page does not have.
 export function followLink() {
+  if (!page.history.end) return;
+  if (page.follows) page.moveTo(page.history.last, true); // With all lines that wait for a round.
   const wanted = new URLSearchParams(location.hash.slice(1));
-  const step = Number(wanted.get("step"));
-  if (wanted.has("step") && page.history.end) {
-    const engine = Number(wanted.get("engine") ?? 1);
-    const exact = page.history.placeOfNumber(step, engine);
-    const place = exact < 0 ? page.history.placeOfNumber(step) : exact;
-    if (place >= 0) page.moveTo(page.history.endOfStep(place));
-  }
-  const name = wanted.get("request");
-  const seq =
-    name &&
-    [...page.names.seen.values()].findLast(
-      (each) => `${letters(each.name)}${each.index ? `.${each.index}` : ""}` === name,
-    );
-  if (seq) page.select({ kind: "sequence", id: seq.id });
+  const notes = [];
+  if (wanted.has("step"))
+    notes.push(goToStep(Number(wanted.get("step")), Number(wanted.get("engine") ?? 1)));
+  if (wanted.has("request")) notes.push(selectNamed(wanted.get("request")));
   if (wanted.has("block")) page.select({ kind: "block", block: Number(wanted.get("block")) });
+  showNotice(notes.filter(Boolean).join(" "));
 }
+
+// Goes to a step of an engine process, or to the nearest one. Returns what is to be said about it.
+function goToStep(number, wantedEngine) {
+  const { history } = page;
+  const exact = history.placeOfNumber(number, wantedEngine);
+  if (exact >= 0) {
+    page.moveTo(history.endOfStep(exact));
+    return "";
+  }
+  const isKnown = history.nearestStep(number, wantedEngine) !== null;
+  const engine = isKnown ? wantedEngine : history.end.engine;
+  const { first, last, place } = history.nearestStep(number, engine);
+  page.moveTo(history.endOfStep(place));
+  const steps = `steps ${count(first)} to ${count(last)}${engine > 1 ? ` of engine ${engine}` : ""}`;
+  const shown = `and shows ${nameOfStep(page.state.step, engine)}`;
+  return `${capitalised(nameOfStep(number, wantedEngine))} is not kept. This page has ${steps}, ${shown}.`;
+}
+
+// Selects the request with these letters, which may belong to several. Returns what is to be said
+// about it.
+function selectNamed(name) {
+  const found = [...page.names.seen.values()].filter(
+    (each) => `${letters(each.name)}${each.index ? `.${each.index}` : ""}` === name,
+  );
+  const seq = found.findLast(({ id }) => page.findSequence(id)) ?? found.at(-1);
+  if (!seq) return `The request ${name} is not kept.`;
+  page.select({ kind: "sequence", id: seq.id });
+  return "";
+}
+
+function showNotice(words) {
+  setText(byId("notice-text"), words);
+  byId("notice").hidden = !words;
+}
+byId("notice-close").addEventListener("click", () => showNotice(""));
 addEventListener("hashchange", followLink);
 
 onRequests({ select: selectSequence, hover, redraw: () => redraw(true) });
@@ -381,7 +412,10 @@ onWall({
   redraw: () => redraw(true),
 });
 onWhy({
-  go: (index) => page.moveTo(index),
+  go: (index) => {
+    page.moveTo(index);
+    showLink();
+  },
   select: selectSequence,
   selectBlock: (block) => page.select({ kind: "block", block }),
   hoverBlock,

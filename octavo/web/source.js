@@ -34,13 +34,16 @@ export async function openSource(page, tools) {
     document.body.dataset.ready = "true";
     return;
   }
+  let isLinkFollowed = false;
   follow({
-    onState: showServer,
-    onLines: (lines) => {
-      const isFirst = !page.history.end;
-      page.addLines(lines);
-      if (isFirst) tools.followLink();
+    onState: (state) => {
+      showServer(state);
+      // The step that the address names may be among the last lines that the server has kept.
+      if (isLinkFollowed || !state.has_kept_lines) return;
+      isLinkFollowed = true;
+      tools.followLink();
     },
+    onLines: (lines) => page.addLines(lines),
     say: (state, words) => say(state, words),
   });
 }

@@ -195,7 +195,8 @@ def compare_reasons_and_steps(
         assert views["timeline"].endswith(f"; budget {budgets[number]:,}")
     for row in views["rows"]:
         if row["state"] in ("waiting", "preempted") and row["name"] in reasons:
-            why = row["why"].replace("was in use at the start of this step", "is in use")
+            why = row["why"].replace("there were too few", "there are too few")
+            why = why.replace("was in use at the start of this step", "is in use")
             assert why.startswith(reasons[row["name"]]), row
 
 
@@ -712,6 +713,96 @@ def test_the_run_of_a_lesson_is_drawn_after_the_prediction(
         watched.close()
 
 
+def test_a_link_to_a_late_step_opens_in_a_fresh_page(
+    watched_server: Running, browser: Browser
+) -> None:
+    """The step is among the last lines that the server has kept."""
+    watched = Watched(browser, watched_server.url)
+    page = watched.page
+    page.wait_for_selector("#status[data-state=ready]")
+    threads = send_load(watched_server, rounds=2)
+    page.wait_for_selector("#rows .state.waiting")
+    page.click("#pause")
+    page.locator("#rows tr").nth(1).click()
+    page.wait_for_timeout(250)
+    address, clock = page.evaluate("location.href"), page.inner_text("#clock")
+    name = page.inner_text("#why .title .chip")
+    for thread in threads:
+        thread.join(60)
+    fresh = Watched(browser, address)
+    fresh.page.wait_for_selector(f"#why .title .chip:text-is('{name}')")
+    assert fresh.page.inner_text("#clock") == clock
+    assert not fresh.page.is_visible("#notice")
+    for each in (watched, fresh):
+        assert each.errors == []
+        each.close()
+
+
+def test_a_link_to_what_the_page_does_not_have_says_so(browser: Browser) -> None:
+    lines, step = record_a_late_prompt()
+    steps = [json.loads(line)[2] for line in lines.splitlines()]
+    with replayed([lines]) as address:
+        watched = Watched(browser, f"{address}#step=99999&request=ZZ")
+        page = watched.page
+        page.wait_for_selector("body[data-ready]")
+        notice = page.locator("#notice-text")
+        assert notice.inner_text() == (
+            f"Step 99,999 is not kept. This page has steps {steps[0]} to {steps[-1]}, "
+            f"and shows step {steps[-1]}. The request ZZ is not kept."
+        )
+        assert page.inner_text("#clock").startswith(f"step {steps[-1]} ")
+        page.keyboard.press("ArrowLeft")
+        assert not notice.is_visible()
+        watched.go_to(step)
+        assert not notice.is_visible()
+        page.evaluate("location.hash = 'step=7&engine=3'")
+        page.wait_for_selector("#notice-text:has-text('Step 7 of engine 3 is not kept.')")
+        assert page.inner_text("#clock").startswith("step 7 ")
+        page.click("#notice-close")
+        assert not notice.is_visible()
+        assert watched.errors == []
+        watched.close()
+
+
+# The place of the first mark of a preemption on the slider, in pixels, and its step.
+FIND_MARK = """async () => {
+  const { page } = await import("./web/page.js");
+  const { history, spans } = page;
+  const { at } = spans.marks.find(({ kind }) => kind === "preempted");
+  const place = history.stepAt(at);
+  const width = document.getElementById("scrub").clientWidth;
+  const x = 2.5 + (place / (history.steps.length - 1)) * (width - 5);
+  return { x, step: history.line(at)[2] };
+}"""
+
+
+def test_a_mark_of_the_slider_is_named_and_easy_to_hit(
+    watched_server: Running, recording: Path, browser: Browser
+) -> None:
+    for thread in send_load(watched_server, rounds=2):
+        thread.join(60)
+    with replayed([read_recording(recording)]) as address:
+        watched = Watched(browser, address)
+        page = watched.page
+        page.wait_for_selector("body[data-ready]")
+        page.wait_for_timeout(250)
+        mark = page.evaluate(FIND_MARK)
+        slider = page.locator("#scrub")
+        position = {"x": mark["x"] + 1.5, "y": 12}
+        slider.hover(position=position)
+        assert f"step {mark['step']:,}: " in page.inner_text("#tip")
+        assert page.inner_text("#tip").splitlines()[0].endswith(" was preempted")
+        slider.click(position=position)
+        page.wait_for_timeout(250)
+        shown = {
+            int(line.split()[1][:-1].replace(",", ""))
+            for line in page.inner_text("#tip").splitlines()
+        }
+        assert watched.views()["step"] in shown
+        assert watched.errors == []
+        watched.close()
+
+
 @pytest.fixture(scope="module")
 def lesson_llm() -> LLM:
     return LLM(model_dir("llama"), **BASE_OPTIONS)
@@ -795,6 +886,8 @@ def test_the_page_fits_every_width(
     threads = send_load(watched_server)
     watched.page.wait_for_timeout(900)
     watched.page.click("#pause")
+    assert watched.page.is_visible("#link")
+    assert watched.page.is_visible(".tile:has-text('Preemptions')")
     overflow = watched.page.evaluate("document.documentElement.scrollWidth - innerWidth")
     assert overflow <= 0, "the page scrolls to the side"
     watched.page.screenshot(path=str(tmp_path / f"{width}-{scheme}.png"), full_page=True)

@@ -102,6 +102,45 @@ def test_keys_work_while_a_tab_has_the_focus(watched: Watched) -> None:
     assert not is_paused(page), "the arrow keys of a tab choose the next tab"
 
 
+# The place of the selected row in the table: above the first visible line, inside, or below.
+IS_SELECTED_IN_SIGHT = """() => {
+  const row = document.querySelector("#rows tr.selected").getBoundingClientRect();
+  const box = document.getElementById("requests-box").getBoundingClientRect();
+  const head = document.querySelector("#requests thead th").getBoundingClientRect();
+  return row.top >= head.bottom - 1 && row.bottom <= box.bottom + 1;
+}"""
+
+
+def test_the_keys_reach_every_request_and_show_it(watched: Watched) -> None:
+    page = watched.page
+    page.click("#tab-try")
+    page.click("#traffic button:has-text('burst')")
+    page.wait_for_selector("#rows tr:nth-child(14)")
+    page.click("#pause")
+    page.wait_for_timeout(250)
+    assert page.locator("#rows tr[tabindex='0']").count() == 1, "Tab stops once"
+    selected = []
+    for key in "jjjjjjjjjjjjkkkkkkkkkkkj":
+        page.keyboard.press(key)
+        page.wait_for_timeout(60)
+        assert page.evaluate(IS_SELECTED_IN_SIGHT), selected
+        selected.append(page.inner_text("#rows tr.selected .chip"))
+    listed = page.locator("#rows tr .chip").all_inner_texts()
+    assert selected[:12] == listed[:12], "the order is that of the table"
+    assert selected[-2:] == listed[:2]
+    page.locator("#rows tr[tabindex='0']").focus()
+    for _ in range(9):
+        page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Enter")
+    page.wait_for_timeout(250)
+    assert page.inner_text("#rows tr.selected .chip") == listed[9]
+    assert page.evaluate(IS_SELECTED_IN_SIGHT)
+    page.keyboard.press("Tab")
+    assert page.evaluate("!document.activeElement.closest('#rows')"), "Tab leaves the table"
+    assert watched.errors == []
+
+
 def test_requests_of_a_button_are_seen_although_the_page_was_paused(watched: Watched) -> None:
     page = watched.page
     page.click("#tab-try")
