@@ -19,6 +19,7 @@ const WORDS = {
   num_blocks: "blocks",
 };
 let getPage = () => null;
+let drawLast = null; // Draws the timelines of the last result.
 
 export function bindWhatIf(page) {
   getPage = () => page;
@@ -34,17 +35,23 @@ export function bindWhatIf(page) {
     return element("label", "", element("span", "", WORDS[name]), input);
   });
   const button = element("button", "primary", "simulate");
+  const again = element("button", "", "show the last result");
   const message = element("p", "facts");
-  button.type = "button";
-  button.addEventListener("click", () => simulate(fields, button, message));
+  button.type = again.type = "button";
+  again.hidden = true;
+  again.addEventListener("click", open);
+  button.addEventListener("click", async () => {
+    await simulate(fields, button, message);
+    again.hidden = !drawLast;
+  });
   panel.replaceChildren(
     element(
       "p",
       "",
-      "What would have happened under other settings? The requests of the engine process at the viewed step are played again by the real scheduler. No model runs: the time of a step is predicted from the recorded steps.",
+      "What would have happened under other settings? The real scheduler gets all requests of the engine process at the viewed step again, from the first one that the server has kept up to now. No model runs: the time of a step is predicted from the recorded steps.",
     ),
     element("div", "fields", ...rows),
-    element("p", "buttons", button),
+    element("p", "buttons", button, again),
     message,
   );
   byId("tab-what-if").addEventListener("click", () => fill(fields));
@@ -174,6 +181,7 @@ function show(result, engine) {
       ),
     ),
   );
+  const isSame = describe(result) !== SAME && isSameRun(result);
   const canvases = [element("canvas"), element("canvas")];
   const error =
     result.error === null
@@ -183,6 +191,9 @@ function show(result, engine) {
     element("h2", "", "What if"),
     element("p", "what", `All runs have the same ${requests} of ${which}, as far as its events are kept. A simulated run begins with an empty cache.`),
     element("div", "wide", table),
+    isSame
+      ? element("p", "callout", `The same decisions: with ${describe(result)}, the scheduler plans every step of the simulated run as without the change.`)
+      : "",
     element("p", "what", error),
     element("h3", "", "recorded"),
     element("div", "canvas", canvases[0]),
@@ -190,8 +201,25 @@ function show(result, engine) {
     element("div", "canvas", canvases[1]),
   );
   byId("simulated-content").querySelector("h2").id = "simulated-title";
+  drawLast = () => drawBoth(canvases, recorded.spans, changed.spans);
+  open();
+}
+
+function open() {
   dialog.showModal();
-  drawBoth(canvases, recorded.spans, changed.spans);
+  drawLast();
+}
+
+// Whether both simulated runs have the same events, apart from their settings, such as the budget of
+// a plan.
+export function isSameRun({ recorded, changed }) {
+  const [one, other] = [recorded, changed].map((text) =>
+    text
+      .split("\n")
+      .filter((line) => !/^\["(snapshot|settings)"/.test(line))
+      .map((line) => line.replace(/^(\["planned",\d+,\d+,\d+),\d+/, "$1")),
+  );
+  return one.length === other.length && one.every((line, i) => line === other[i]);
 }
 
 const describe = ({ changes, settings }) => {

@@ -3,10 +3,13 @@ runs it, where there is one; tests/web/test_browser.py runs it in a browser."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from octavo.bench.what_if import RecordedRun, simulated_lines
+from octavo.core.simulate import EMBEDDED_CPU
 from tests.web.streams import NODE, run_node, stream_of_trial
 
 pytestmark = pytest.mark.skipif(NODE is None, reason="needs node")
@@ -113,6 +116,20 @@ def test_letters_continue_after_an_engine_crash_and_nothing_stays_live_that_has_
         assert found[kind]["unseen"] > 0
 
 
+def test_settings_that_change_no_decision_are_recognized() -> None:
+    """The tab "What if" says so, instead of two tables that look alike."""
+    run = RecordedRun(stream_of_trial(511))
+
+    def is_same(**changes: Any) -> bool:
+        recorded, changed = (simulated_lines(run, EMBEDDED_CPU, each) for each in ({}, changes))
+        result = {"events": recorded, "recorded": recorded, "changed": changed}
+        found: bool = run_node("whatif.mjs", json.dumps(result).encode())["isSame"]
+        return found
+
+    assert is_same() and not is_same(max_num_seqs=1)
+    assert is_same(policy=run.settings["policy"])
+
+
 @pytest.mark.parametrize("costs", [(1, 1, 1, 1), (3, 9, 2, 2, 3)], ids=str)
 def test_all_panels_of_a_round_show_the_same_moment(costs: tuple[int, ...]) -> None:
     """Panels that take long are drawn in several frames. The page moves only between two rounds."""
@@ -130,3 +147,28 @@ def test_all_panels_of_a_round_show_the_same_moment(costs: tuple[int, ...]) -> N
     )
     usual = [frame["took"] for frame in frames if frame is not found["urgent"]]
     assert max(usual[:60]) <= 4 + max(costs)
+
+
+@pytest.mark.parametrize("options", [{}, {"evict": True}, {"beams": True}], ids=str)
+def test_the_page_tells_the_cost_of_a_preemption_as_the_engine_paid_it(
+    options: dict[str, bool],
+) -> None:
+    """A shortage is explained with the blocks at the time of the plan, a preemption with what could
+    still be reused, and a loaded block with the request that had computed it."""
+    streams = [
+        b"\n".join(stream_of_trial(seed, snapshots=0, **options)) for seed in range(600, 640)
+    ]
+    found = run_node("costs.mjs", b"\n\n".join(streams))
+    assert found["found"] == []
+    counted = found["counted"]
+    assert counted["used"] > 1000 and counted["shortages"] > 20, counted
+    assert counted["resumed"] > 20 and counted["reused"] > 5 and counted["fromHost"] > 2, counted
+    assert counted["loaded"] > 20 and counted["byAnother"] > 2, counted
+    assert found["words"] == [
+        "Of its 161 positions, 160 came back from host memory (10 blocks), and 1 was computed again.",
+        "Of its 161 positions, 160 were still cached on the device, and 1 was computed again.",
+        "Of its 40 positions, 16 came back from host memory (1 block), 16 were still cached on the "
+        "device, and 8 were computed again.",
+        "Of its 40 positions, 40 were computed again.",
+        "Of its 32 positions, 32 came back from host memory (2 blocks).",
+    ]

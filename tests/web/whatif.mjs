@@ -13,7 +13,7 @@ Object.assign(globalThis, {
   matchMedia: () => nothing,
   ResizeObserver: class {},
 });
-const { readRuns, rowsOf } = await import("../../octavo/web/whatif.js");
+const { isSameRun, readRuns, rowsOf } = await import("../../octavo/web/whatif.js");
 
 const result = JSON.parse(readFileSync(0, "utf8"));
 const runs = readRuns(result, 100);
@@ -24,5 +24,6 @@ console.log(JSON.stringify({
   rows: rowsOf(runs, "policy shortest"),
   unchanged: rowsOf(runs, "the same settings").map(([name]) => name),
   names: Object.values(runs).map(namesOf),
+  isSame: isSameRun(result),
   labels: Object.values(runs).map(labelsOf),
 }));
