@@ -28,6 +28,7 @@ PHASES = {
     "allocating": "allocating memory",
     "warming": "warming up",
     "ready": "starting the API server",
+    "down": "the engine process has ended",
 }
 
 
