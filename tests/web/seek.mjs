@@ -28,4 +28,10 @@ const isKept = shorter.first > 0 && plain(shorter.stateAt(shorter.first + 20)) =
 const again = read();
 again.add(text.split("\n").map((line) => JSON.parse(line)));
 const isOnce = again.last === read().last && plain(again.end) === plain(read().end);
-console.log(JSON.stringify({ differences, places: walked.length, text: isSame, kept: isKept, once: isOnce }));
+// A page that was opened late counts from its first step on, and says so.
+const all = text.split("\n").map((line) => JSON.parse(line));
+const middle = all.findIndex((line, i) => i > all.length / 2 && line[0] === "snapshot");
+const late = new History();
+late.add(all.slice(middle));
+const since = { early: read().end.since, late: late.end.since, first: all[middle][2] };
+console.log(JSON.stringify({ since, differences, places: walked.length, text: isSame, kept: isKept, once: isOnce }));

@@ -53,6 +53,8 @@ def test_the_history_is_the_same_from_both_directions() -> None:
         assert found["differences"] == [] and found["places"] > 50
         assert found["text"], "the lines are written as they were read"
         assert found["kept"] and found["once"]
+        since = found["since"]
+        assert since["early"] == 0 < since["first"] == since["late"]
 
 
 def test_renamed_requests_have_the_same_names_in_events_and_in_snapshots() -> None:
