@@ -1,8 +1,8 @@
 """The interface of a model. A new architecture is one file that subclasses CausalLM.
 
 A model turns its config.json into a ModelConfig, builds its parameters, maps each checkpoint tensor
-to a slot, and computes hidden states for a ForwardBatch. It does not depend on requests, scheduling
-or devices: `ops` does the arithmetic.
+to a weight target, and computes hidden states for a ForwardBatch. It does not depend on requests,
+scheduling or devices: `ops` does the arithmetic.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TensorPart:
 
 
 @dataclass(slots=True)
-class Slot:
+class WeightTarget:
     """The destination of one checkpoint tensor: a view of a weight.
 
     The view has the shape that the tensor has after `transform`, or the shape of its `part`.
@@ -77,7 +77,7 @@ class Slot:
         return self.dest.shape if self.part is None else self.part.shape
 
     def fill(self, value: Tensor | QuantWeight, rearranged: bool = False) -> None:
-        """Copy a value into the slot, and quantise it where the destination is quantised.
+        """Copy a value into the weight, and quantise it where the destination is quantised.
 
         `rearranged` means that the transform has already been applied. A QuantWeight may be
         passed only where takes() is true.
@@ -98,7 +98,7 @@ class Slot:
             self.dest.copy_(value)
 
     def load(self, tensor: StoredTensor) -> None:
-        """Fill the slot from a checkpoint. The codes are copied where both formats are the same."""
+        """Fill the weight from a checkpoint. Codes are copied where both formats are the same."""
         if tensor.codes is not None and self.takes(tensor):
             self.fill(tensor.codes(), tensor.rearranged)
         else:
@@ -196,8 +196,8 @@ class CausalLM(nn.Module):
         """Read a ModelConfig from the content of a config.json."""
         raise NotImplementedError
 
-    def weight_map(self) -> dict[str, Slot]:
-        """Map the name of each checkpoint tensor that the model needs to its slot.
+    def weight_map(self) -> dict[str, WeightTarget]:
+        """Map the name of each checkpoint tensor that the model needs to its weight target.
 
         The loader reports tensors that are missing from this map or from the checkpoint.
         """
@@ -359,15 +359,15 @@ Formats = Callable[[Mapping[str, str]], "WeightFormat | list[WeightFormat] | Non
 def quantize(model: CausalLM, formats: Formats, device: str) -> None:
     """Give every matrix an empty weight in the format that `formats` returns, before loading."""
     tensor_names: dict[Matrix, list[str]] = {}
-    for name, slot in model.weight_map().items():
-        if slot.matrix is not None:
-            tensor_names.setdefault(slot.matrix, []).append(name)
+    for name, target in model.weight_map().items():
+        if target.matrix is not None:
+            tensor_names.setdefault(target.matrix, []).append(name)
     for matrix in [module for module in model.modules() if isinstance(module, Matrix)]:
         if len(tensor_names.get(matrix, [])) != len(matrix.parts):
             parts = ", ".join(matrix.parts)
             raise ModelError(
                 f"{type(model).__name__}.weight_map() has no tensor for {parts}: "
-                "use slot() or slots()"
+                "use weight_target() or weight_targets()"
             )
         weight_format = formats(dict(zip(matrix.parts, tensor_names[matrix], strict=True)))
         if weight_format is not None:

@@ -53,7 +53,7 @@ class StoredTensor(NamedTuple):
     # Set if the tensor is quantised in a supported format; `codes` then reads it without rounding.
     format: WeightFormat | None = None
     codes: Callable[[], QuantWeight] | None = None
-    rearranged: bool = False  # the slot's transform has already been applied
+    rearranged: bool = False  # the transform of its weight target has already been applied
 
 
 @dataclass

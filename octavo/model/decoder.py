@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from octavo.config import ModelConfig, RopeConfig, Share
 from octavo.errors import ModelError
-from octavo.model.base import CausalLM, Slot, registry
+from octavo.model.base import CausalLM, WeightTarget, registry
 from octavo.model.fields import MAX_LAYERS, MAX_VOCABULARY, Fields
 from octavo.model.known_fields import refuse_fields
 from octavo.model.layers import (
@@ -165,14 +165,14 @@ class TransformerLayer(nn.Module):
             window=self.window,
         )
 
-    def slots(self, prefix: str) -> dict[str, Slot]:
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         attention_prefix = f"{prefix}self_attn."
         mlp_prefix = f"{prefix}mlp."
-        slots = (
-            self.qkv.slots(attention_prefix)
-            | self.out.slots(attention_prefix)
-            | self.gate_up.slots(mlp_prefix)
-            | self.down.slots(mlp_prefix)
+        targets = (
+            self.qkv.weight_targets(attention_prefix)
+            | self.out.weight_targets(attention_prefix)
+            | self.gate_up.weight_targets(mlp_prefix)
+            | self.down.weight_targets(mlp_prefix)
         )
         norms = {
             "input_layernorm": self.attn_norm,
@@ -188,8 +188,8 @@ class TransformerLayer(nn.Module):
             norms["post_attention_layernorm"] = self.mlp_norm
         for name, weight in norms.items():
             if weight is not None:
-                slots[f"{prefix}{name}.weight"] = norm_slot(weight, self.config)
-        return slots
+                targets[f"{prefix}{name}.weight"] = norm_target(weight, self.config)
+        return targets
 
 
 @registry.add(*DEFAULTS)
@@ -266,16 +266,16 @@ class Decoder(CausalLM):
             )
         self.captured_layers = layers
 
-    def weight_map(self) -> dict[str, Slot]:
-        slots = {
-            "model.embed_tokens.weight": self.embed.slot(),
-            "model.norm.weight": norm_slot(self.norm, self.config),
+    def weight_map(self) -> dict[str, WeightTarget]:
+        targets = {
+            "model.embed_tokens.weight": self.embed.weight_target(),
+            "model.norm.weight": norm_target(self.norm, self.config),
         }
         if self.head is not None:
-            slots |= self.head.slots()
+            targets |= self.head.weight_targets()
         for layer_index, layer in enumerate(cast("Iterable[TransformerLayer]", self.layers)):
-            slots |= layer.slots(f"model.layers.{layer_index}.")
-        return slots
+            targets |= layer.weight_targets(f"model.layers.{layer_index}.")
+        return targets
 
     @classmethod
     def canonical_name(cls, name: str) -> str:
@@ -436,10 +436,12 @@ def head_sizes(fields: Fields) -> HeadSizes:
     return HeadSizes(hidden_size, num_heads, num_kv_heads, head_dim)
 
 
-def norm_slot(weight: Tensor, config: ModelConfig) -> Slot:
-    """Return the slot of a norm's weight. Loading adds the offset of the norm to the weight."""
+def norm_target(weight: Tensor, config: ModelConfig) -> WeightTarget:
+    """Return the weight target of a norm. Loading adds the offset of the norm to the weight."""
     offset = config.norm_offset
-    return Slot(weight, (lambda stored_weight: stored_weight.float() + offset) if offset else None)
+    return WeightTarget(
+        weight, (lambda stored_weight: stored_weight.float() + offset) if offset else None
+    )
 
 
 def ropes(fields: Fields, is_gemma: bool) -> dict[str, RopeConfig]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from octavo.config import ModelConfig
 from octavo.errors import ModelError
 from octavo.model import quant
-from octavo.model.base import CausalLM, Slot, build
+from octavo.model.base import CausalLM, WeightTarget, build
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.decoder import ACTIVATIONS, TransformerLayer, head_sizes, ropes
 from octavo.model.fields import Fields
@@ -150,17 +150,17 @@ class DraftHead(CausalLM):
 
     # ---- loading ---------------------------------------------------------------------------------
 
-    def weight_map(self) -> dict[str, Slot]:
-        slots = self.layer.slots("midlayer.")
-        slots["midlayer.hidden_norm.weight"] = Slot(self.hidden_norm)
-        slots["norm.weight"] = Slot(self.norm)
+    def weight_map(self) -> dict[str, WeightTarget]:
+        targets = self.layer.weight_targets("midlayer.")
+        targets["midlayer.hidden_norm.weight"] = WeightTarget(self.hidden_norm)
+        targets["norm.weight"] = WeightTarget(self.norm)
         if self.fc is not None:
-            slots |= self.fc.slots()
+            targets |= self.fc.weight_targets()
         if isinstance(self.head, Linear):
-            slots |= self.head.slots()
+            targets |= self.head.weight_targets()
         if self.config.maps_tokens:
-            slots[DRAFT_TO_TARGET] = Slot(self.token_ids)
-        return slots
+            targets[DRAFT_TO_TARGET] = WeightTarget(self.token_ids)
+        return targets
 
     @classmethod
     def canonical_name(cls, name: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from octavo.config import ModelConfig, Share
 from octavo.errors import ModelError
-from octavo.model.base import CausalLM, Slot, registry
+from octavo.model.base import CausalLM, WeightTarget, registry
 from octavo.model.fields import MAX_LAYERS, MAX_VOCABULARY, Fields
 from octavo.model.known_fields import refuse_fields
 from octavo.model.layers import (
@@ -38,8 +38,11 @@ class LayerNorm(nn.Module):
         """Return the norm of hidden + residual. The sum is stored in hidden."""
         return self.ops.layer_norm(hidden, self.weight, self.bias, self.eps, residual)
 
-    def slots(self, prefix: str) -> dict[str, Slot]:
-        return {f"{prefix}.weight": Slot(self.weight), f"{prefix}.bias": Slot(self.bias)}
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        return {
+            f"{prefix}.weight": WeightTarget(self.weight),
+            f"{prefix}.bias": WeightTarget(self.bias),
+        }
 
 
 class GPT2Layer(nn.Module):
@@ -65,16 +68,18 @@ class GPT2Layer(nn.Module):
         attended = self.out(ops.attention(query, kv_cache, batch, self.config.scale).flatten(1))
         return hidden + self.down(ops.gelu(self.up(self.mlp_norm(hidden, attended))))
 
-    def slots(self, prefix: str) -> dict[str, Slot]:
-        slots = self.attn_norm.slots(prefix + "ln_1") | self.mlp_norm.slots(prefix + "ln_2")
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        targets = self.attn_norm.weight_targets(prefix + "ln_1") | self.mlp_norm.weight_targets(
+            prefix + "ln_2"
+        )
         for linear, owner in (
             (self.qkv, "attn."),
             (self.out, "attn."),
             (self.up, "mlp."),
             (self.down, "mlp."),
         ):
-            slots |= linear.slots(prefix + owner, transform=Tensor.t)
-        return slots
+            targets |= linear.weight_targets(prefix + owner, transform=Tensor.t)
+        return targets
 
 
 @registry.add("GPT2LMHeadModel")
@@ -103,17 +108,17 @@ class GPT2(CausalLM):
     def logits(self, hidden: Tensor) -> Tensor:
         return vocabulary_logits(self.head or self.embed, hidden)
 
-    def weight_map(self) -> dict[str, Slot]:
-        slots = {
-            "transformer.wte.weight": self.embed.slot(),
-            "transformer.wpe.weight": self.positions.slot(),
+    def weight_map(self) -> dict[str, WeightTarget]:
+        targets = {
+            "transformer.wte.weight": self.embed.weight_target(),
+            "transformer.wpe.weight": self.positions.weight_target(),
         }
-        slots |= self.norm.slots("transformer.ln_f")
+        targets |= self.norm.weight_targets("transformer.ln_f")
         if self.head is not None:
-            slots |= self.head.slots()
+            targets |= self.head.weight_targets()
         for layer_index, layer in enumerate(cast("Iterable[GPT2Layer]", self.layers)):
-            slots |= layer.slots(f"transformer.h.{layer_index}.")
-        return slots
+            targets |= layer.weight_targets(f"transformer.h.{layer_index}.")
+        return targets
 
     @classmethod
     def canonical_name(cls, name: str) -> str:

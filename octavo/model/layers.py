@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.config import Share
-from octavo.model.base import Matrix, Slot, TensorPart
+from octavo.model.base import Matrix, TensorPart, WeightTarget
 from octavo.ops import Ops
 from octavo.ops.weight import JoinedWeight, QuantWeight
 
@@ -49,22 +49,24 @@ class Linear(Matrix):
             total += self.bias
         return total if residual is None else total.add_(residual)
 
-    def slots(
+    def weight_targets(
         self, prefix: str = "", transform: Callable[[Tensor], Tensor] | None = None
-    ) -> dict[str, Slot]:
-        """Return the slots of all parts. `transform` applies to the weights, not to the biases."""
-        slots = {}
+    ) -> dict[str, WeightTarget]:
+        """Return the weight targets of all parts. `transform` does not apply to the biases."""
+        targets = {}
         first_output = 0
         for name, num_outputs in self.parts.items():
             rows = slice(first_output, first_output + num_outputs)
             weight = self.weight[rows]
-            slots[f"{prefix}{name}.weight"] = Slot(weight, transform, self, self.part(name))
+            targets[f"{prefix}{name}.weight"] = WeightTarget(
+                weight, transform, self, self.part(name)
+            )
             if self.bias is not None:
                 share = self.outputs[name]
                 part = TensorPart(share) if share.is_part else None
-                slots[f"{prefix}{name}.bias"] = Slot(self.bias[rows], part=part)
+                targets[f"{prefix}{name}.bias"] = WeightTarget(self.bias[rows], part=part)
             first_output += num_outputs
-        return slots
+        return targets
 
 
 class Embedding(Matrix):
@@ -87,8 +89,8 @@ class Embedding(Matrix):
         rows = self.ops.embedding(local_ids.masked_fill(is_foreign, 0), self.weight, scale)
         return self.ops.ranks.all_reduce(rows.masked_fill_(is_foreign[:, None], 0))
 
-    def slot(self) -> Slot:
-        return Slot(self.weight, matrix=self, part=self.part("embed_tokens"))
+    def weight_target(self) -> WeightTarget:
+        return WeightTarget(self.weight, matrix=self, part=self.part("embed_tokens"))
 
 
 def vocabulary_logits(head: Matrix, hidden: Tensor) -> Tensor:

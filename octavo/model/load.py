@@ -125,13 +125,13 @@ def load_weights(
     `progress` is True for a progress bar on stderr, or a function that receives the fraction that
     is done.
     """
-    slot_by_name = match_tensors(model, checkpoint)
+    target_by_name = match_tensors(model, checkpoint)
     progress_bar = _progress_bar(checkpoint.nbytes) if progress is True else None
     bytes_total = checkpoint.nbytes
     bytes_done = 0
     for name, tensor in checkpoint.tensors.items():
-        if name in slot_by_name:
-            slot_by_name[name].load(tensor)
+        if name in target_by_name:
+            target_by_name[name].load(tensor)
         bytes_done += tensor.nbytes
         if callable(progress):
             progress(bytes_done / max(bytes_total, 1))
@@ -139,7 +139,7 @@ def load_weights(
             progress_bar.update(tensor.nbytes)
     if progress_bar is not None:
         progress_bar.close()
-    slot_by_name.clear()  # so that packing frees the weights that it replaces
+    target_by_name.clear()  # so that packing frees the weights that it replaces
     model.finish_loading()
     _release_free_memory()
 
@@ -196,13 +196,13 @@ def dummy_weights(model: CausalLM, seed: int = 0) -> None:
 def fill_parts(model: CausalLM, generator: torch.Generator) -> None:
     """Fill one rank's part of a model with random weights. Weights that several ranks hold are
     equal on all of them."""
-    for name, slot in model.weight_map().items():
-        values = torch.empty(slot.shape, device=generator.device)
+    for name, target in model.weight_map().items():
+        values = torch.empty(target.shape, device=generator.device)
         if values.dim() == 1:
             values.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             values.normal_(0.0, 0.02, generator=generator)
-        slot.fill(values, rearranged=True)
+        target.fill(values, rearranged=True)
     model.finish_loading()
     _release_free_memory()
 

@@ -56,19 +56,19 @@ def write(
     model = build(
         config, model_class, ReferenceOps(), torch.float32, "meta", quant.choose(weight_format)
     )
-    slots = match_tensors(model, checkpoint)
+    targets = match_tensors(model, checkpoint)
     tensors: dict[str, Tensor] = {}
     formats: dict[str, list[Any]] = {}
-    for index, (name, slot) in enumerate(slots.items()):
+    for index, (name, target) in enumerate(targets.items()):
         stored = checkpoint.tensors[name]
-        if isinstance(slot.dest, QuantWeight):
-            weight = QuantWeight.empty(slot.dest.format, *slot.dest.shape)
-            replace(slot, dest=weight).load(stored)
+        if isinstance(target.dest, QuantWeight):
+            weight = QuantWeight.empty(target.dest.format, *target.dest.shape)
+            replace(target, dest=weight).load(stored)
             tensors |= {f"{name}.{part}": buffer for part, buffer in weight.named_buffers()}
             formats[name] = [str(weight.format), weight.shape[1]]
         else:
             tensors[name] = stored.read().clone()
-        on_progress(index + 1, len(slots))
+        on_progress(index + 1, len(targets))
     directory.mkdir(parents=True)
     quantization_config = {"quant_method": METHOD, "weights": formats}
     changed: dict[str, Any] = {"quantization_config": quantization_config}

@@ -5,35 +5,37 @@ from __future__ import annotations
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.model.base import CausalLM, Slot
+from octavo.model.base import CausalLM, WeightTarget
 from octavo.model.checkpoint import MAX_LISTED, Checkpoint, StoredTensor
 
 
-def match_tensors(model: CausalLM, checkpoint: Checkpoint) -> dict[str, Slot]:
-    """Return the slot of every tensor that the model needs, by its name in the checkpoint.
+def match_tensors(model: CausalLM, checkpoint: Checkpoint) -> dict[str, WeightTarget]:
+    """Return the weight target of every tensor that the model needs, by its name in the checkpoint.
 
     One error lists all tensors that are missing, unexpected or of the wrong shape.
     """
-    slots = model.weight_map()
+    targets = model.weight_map()
     ignored = model.ignored_weights()
-    slot_by_name: dict[str, Slot] = {}
+    target_by_name: dict[str, WeightTarget] = {}
     matched_names: set[str] = set()
     unexpected = []
     misshapen = []
     for name, tensor in checkpoint.tensors.items():
         canonical = model.canonical_name(name)
-        if canonical in slots and canonical not in matched_names:
+        if canonical in targets and canonical not in matched_names:
             matched_names.add(canonical)
-            slot = slot_by_name[name] = slots[canonical]
-            if (actual_shape := _shape_after(slot, tensor)) != slot.shape:
+            target = target_by_name[name] = targets[canonical]
+            if (actual_shape := _shape_after(target, tensor)) != target.shape:
                 rearranged = f", rearranged {actual_shape}" if actual_shape != tensor.shape else ""
                 misshapen.append(
-                    f"{name} {list(tensor.shape)}{rearranged}: must be {list(slot.shape)}"
+                    f"{name} {list(tensor.shape)}{rearranged}: must be {list(target.shape)}"
                 )
         elif canonical not in ignored:
             unexpected.append(f"{name} {list(tensor.shape)}")
     missing = [
-        f"{name} {list(slot.shape)}" for name, slot in slots.items() if name not in matched_names
+        f"{name} {list(target.shape)}"
+        for name, target in targets.items()
+        if name not in matched_names
     ]
     if missing or unexpected or misshapen:
         reports = [
@@ -46,15 +48,15 @@ def match_tensors(model: CausalLM, checkpoint: Checkpoint) -> dict[str, Slot]:
             f"{model.config.architecture} needs:{''.join(reports)}\n"
             "Does config.json belong to these weights?"
         )
-    return slot_by_name
+    return target_by_name
 
 
-def _shape_after(slot: Slot, tensor: StoredTensor) -> tuple[int, ...] | str:
-    """Return the tensor's shape after the slot's transform, or the error of the transform."""
-    if slot.transform is None or tensor.rearranged:
+def _shape_after(target: WeightTarget, tensor: StoredTensor) -> tuple[int, ...] | str:
+    """Return the shape of the tensor after the target's transform, or the transform's error."""
+    if target.transform is None or tensor.rearranged:
         return tensor.shape
     try:
-        return tuple(slot.transform(torch.empty(tensor.shape, device="meta")).shape)
+        return tuple(target.transform(torch.empty(tensor.shape, device="meta")).shape)
     except (RuntimeError, IndexError, ValueError) as error:
         return str(error).splitlines()[0]
 

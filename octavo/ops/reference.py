@@ -40,7 +40,10 @@ FILTERED_ROWS = 64
 
 
 class Group(NamedTuple):
-    """Neighbouring items with the same number of tokens, as one problem over L = W * B slots."""
+    """Neighbouring items with the same number of tokens, as one problem.
+
+    The problem has L = W * B key positions.
+    """
 
     tokens: slice  # its tokens in the packed batch
     items: int
@@ -50,7 +53,7 @@ class Group(NamedTuple):
     blocks: Tensor  # [items * W] physical blocks to read
     queries: Tensor  # [items, 1, num, 1] positions of the queries
     keys: Tensor  # [L] positions of the keys
-    stale: Tensor  # [items, 1, L, 1] whether a slot is after the end of the sequence
+    stale: Tensor  # [items, 1, L, 1] whether a key position is after the end of the sequence
 
 
 class ReferenceOps:
@@ -182,7 +185,7 @@ class ReferenceOps:
                 (key, value) = cached[..., :num_tokens, :]
                 mask = None
             else:
-                # A slot may hold inf or NaN of another sequence, and 0 * NaN is NaN.
+                # A key position may hold inf or NaN of another sequence, and 0 * NaN is NaN.
                 (key, value) = cached.masked_fill_(group.stale, 0)
                 mask = batch.scratch.get((index, visible_window))
                 if mask is None:

@@ -53,8 +53,10 @@ def write_model(folder: Path, template: str | None = TEMPLATE, **changes: Any) -
     (folder / "config.json").write_text(json.dumps(config))
     cls = registry.find(config)
     generator = torch.Generator().manual_seed(1)
-    slots = build(cls.parse_config(config), cls, ReferenceOps(), torch.float32, "cpu").weight_map()
-    tensors = {n: torch.randn(s.dest.shape, generator=generator) * 0.3 for n, s in slots.items()}
+    targets = build(
+        cls.parse_config(config), cls, ReferenceOps(), torch.float32, "cpu"
+    ).weight_map()
+    tensors = {n: torch.randn(s.dest.shape, generator=generator) * 0.3 for n, s in targets.items()}
     letters = torch.tensor([c.isascii() and c.isalpha() for c in alphabet] + [False] * 3)
     tensors["lm_head.weight"][~letters] = 0.0  # letters are what it says, mostly
     tensors["lm_head.weight"] *= 10

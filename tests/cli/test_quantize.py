@@ -31,8 +31,8 @@ def write_tiny_gguf(path: Path) -> Path:
     model = build(cls.parse_config(config), cls, ReferenceOps(), torch.float32, "cpu")
     generator = torch.Generator().manual_seed(1)
     tensors = {
-        name: torch.randn(slot.dest.shape, generator=generator) * 0.3
-        for name, slot in model.weight_map().items()
+        name: torch.randn(target.dest.shape, generator=generator) * 0.3
+        for name, target in model.weight_map().items()
     }
     sizes = COMMON | {
         "block_count": CONFIG["num_hidden_layers"],

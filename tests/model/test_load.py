@@ -32,7 +32,7 @@ from octavo.errors import (
     UnknownArchitecture,
 )
 from octavo.model import load
-from octavo.model.base import CausalLM, Slot, build, registry
+from octavo.model.base import CausalLM, WeightTarget, build, registry
 from octavo.model.checkpoint import (
     DTYPES,
     Checkpoint,
@@ -74,13 +74,13 @@ class Toy(CausalLM):
     def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:
         return ModelConfig("toy", 10, 4, 1, 1, 1, 4, 8, 16, dtype=hf["torch_dtype"])
 
-    def weight_map(self) -> dict[str, Slot]:
+    def weight_map(self) -> dict[str, WeightTarget]:
         return {
-            "embed.weight": Slot(self.embed),
-            "q.weight": Slot(self.qkv[:4]),
-            "kv.weight": Slot(self.qkv[4:]),
-            "proj.weight": Slot(self.proj, lambda weight: weight.t()),
-            "norm.weight": Slot(self.norm),
+            "embed.weight": WeightTarget(self.embed),
+            "q.weight": WeightTarget(self.qkv[:4]),
+            "kv.weight": WeightTarget(self.qkv[4:]),
+            "proj.weight": WeightTarget(self.proj, lambda weight: weight.t()),
+            "norm.weight": WeightTarget(self.norm),
         }
 
     @classmethod
@@ -540,7 +540,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from octavo.config import ModelConfig
-from octavo.model.base import CausalLM, Slot, build
+from octavo.model.base import CausalLM, WeightTarget, build
 from octavo.model.checkpoint import open_directory
 from octavo.model.load import load_weights
 
@@ -549,7 +549,7 @@ class Big(CausalLM):
         super().__init__(config, ops)
         self.all = torch.nn.Parameter(torch.ones(10, 5_000_000))
     def weight_map(self):
-        return {f"t{i}": Slot(self.all[i]) for i in range(10)}
+        return {f"t{i}": WeightTarget(self.all[i]) for i in range(10)}
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -167,20 +167,20 @@ def config_json(case: str, theirs: Any) -> dict[str, Any]:
 
 def transfer(theirs: Any, ours: CausalLM) -> None:
     """What the loader does, with every tensor accounted for."""
-    slots = ours.weight_map()
+    targets = ours.weight_map()
     for name, value in theirs.state_dict().items():
         name = ours.canonical_name(name)
-        if name in slots:
-            slot = slots.pop(name)
+        if name in targets:
+            target = targets.pop(name)
             assert (
-                slot.dest.shape
-                == (value if slot.transform is None else slot.transform(value)).shape
+                target.dest.shape
+                == (value if target.transform is None else target.transform(value)).shape
             ), name
-            slot.fill(value)
+            target.fill(value)
         else:
             tied = ours.config.tied and name == HEAD
             assert tied or name in ours.ignored_weights(), f"unexpected: {name}"
-    assert not slots, f"missing: {list(slots)}"
+    assert not targets, f"missing: {list(targets)}"
     ours.finish_loading()
 
 

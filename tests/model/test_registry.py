@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.config import ModelConfig
 from octavo.errors import InvalidRequest, ModelError, UnknownArchitecture
 from octavo.extensions import ARCHITECTURES
-from octavo.model import CausalLM, Slot, build, registry
+from octavo.model import CausalLM, WeightTarget, build, registry
 from octavo.model.base import Registry, find_model_class
 from octavo.model.layers import Embedding, Linear
 from octavo.model.rope import rope_table
@@ -49,8 +49,8 @@ class Toy(CausalLM):
     def parse_config(cls, hf: dict[str, Any]) -> ModelConfig:
         return ModelConfig("ToyLM", hf["vocab"], hf["width"], 1, 1, 1, hf["width"], 0, 64)
 
-    def weight_map(self) -> dict[str, Slot]:
-        return {"embed": self.embed.slot(), **self.qkv.slots("attention.")}
+    def weight_map(self) -> dict[str, WeightTarget]:
+        return {"embed": self.embed.weight_target(), **self.qkv.weight_targets("attention.")}
 
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
         q = self.ops.rope_and_cache(self.qkv(self.embed(batch.ids)), kv[:, 0], batch, None)
@@ -65,10 +65,15 @@ def test_a_toy_architecture_registers_and_runs(device: str) -> None:
     own.add("ToyLM")(Toy)
     hf = {"architectures": ["ToyLM"], "vocab": 11, "width": 8}
     model = build(own.parse(hf), own.find(hf), select(device), torch.float32, device)
-    slots = model.weight_map()
-    assert set(slots) == {"embed", "attention.q.weight", "attention.k.weight", "attention.v.weight"}
-    for name, slot in slots.items():
-        slot.fill(torch.eye(*slot.dest.shape) * (0 if name == "attention.q.weight" else 1))
+    targets = model.weight_map()
+    assert set(targets) == {
+        "embed",
+        "attention.q.weight",
+        "attention.k.weight",
+        "attention.v.weight",
+    }
+    for name, target in targets.items():
+        target.fill(torch.eye(*target.dest.shape) * (0 if name == "attention.q.weight" else 1))
     tables = scattered_tables([3], 16)
     hidden = model(
         make_batch([([4, 4, 7], 0)], tables, 16, device), empty_kv(model.config, tables, 16, device)
