@@ -818,7 +818,7 @@ def test_a_single_file_works_without_a_server(
     watched = Watched(browser, file.as_uri())
     watched.page.wait_for_selector("body[data-ready]")
     watched.page.click("#rows tr")
-    assert watched.page.is_visible("#why h2")
+    watched.page.wait_for_selector("#why h2")
     assert watched.errors == []
     assert all(address.startswith(("file:", "data:")) for address in watched.addresses)
     watched.close()
