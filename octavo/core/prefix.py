@@ -4,8 +4,8 @@ tier, or are being computed by another sequence.
     block_hashes  a b c d e f g    hash chain of the full blocks, one token left to compute
     pool          a b              shared at once
     tiers             c d          loaded into new blocks, unless that is slower than computing them
-    computing             e f      another sequence computes them: worth waiting for if they are
-                                   most of the rest
+    computing             e f      another sequence computes them. This one waits if they are more
+                                   than half of what it would otherwise compute
 
 The scheduler decides which sequence starts, and when.
 """
@@ -26,6 +26,9 @@ class Match(NamedTuple):
 
     blocks: list[int]  # physical block of each logical block; 0: it is in `loads`
     loads: list[tuple[int, int]]  # (logical block, host block)
+    # The leading blocks that will be cached when other sequences have computed the last of them,
+    # if the sequence should wait for that. Otherwise 0.
+    awaited_blocks: int = 0
 
 
 class PrefixCache:
@@ -67,9 +70,9 @@ class PrefixCache:
             num_blocks += 1
         return num_blocks * self.block_size
 
-    def match(self, seq: Sequence) -> Match | None:
-        """Return the longest prefix that is cached, or None if the sequence should wait because
-        another one computes most of the rest."""
+    def match(self, seq: Sequence) -> Match:
+        """Return the longest prefix that is cached, and whether the sequence should wait because
+        another one computes more than half of its other tokens."""
         if not self.may_match(seq):
             return Match([], [])
         num_full = (len(seq.tokens) - 1) // self.block_size  # always leave a token to compute
@@ -84,8 +87,18 @@ class PrefixCache:
             end += 1
         being_computed = (end - len(blocks)) * self.block_size
         if 2 * being_computed > len(seq.tokens) - len(blocks) * self.block_size:
-            return None
+            return Match(blocks, loads, awaited_blocks=end)
         return Match(blocks, loads)
+
+    def begins_with(self, seq: Sequence, prefixes: dict[int, set[bytes]]) -> bool:
+        """Return whether a sequence begins with one of these prefixes and could reuse it.
+        `prefixes` maps a number of blocks to the hashes of the last of them."""
+        for num_blocks, last_hashes in prefixes.items():
+            if num_blocks * self.block_size < len(seq.tokens) and self.may_match(seq):
+                self.extend_hashes(seq, num_blocks)
+                if seq.block_hashes[num_blocks - 1] in last_hashes:
+                    return True
+        return False
 
     def may_match(self, seq: Sequence) -> bool:
         return self.enabled and not seq.needs_all_positions

@@ -428,7 +428,7 @@ class Scheduler:
         # most `share` blocks, besides cached ones that they reuse.
         if len(self.pool.free_blocks) - num_blocks < share + len(self.decoding):
             return
-        awaited: set[bytes] = set()
+        awaited: dict[int, set[bytes]] = {}
         for seq in self._admissible(builder):
             if share <= 0:
                 break
@@ -439,7 +439,7 @@ class Scheduler:
 
     def _plan_prompts(self, builder: PlanBuilder) -> None:
         """Plan chunks of prompts that have started and admit waiting ones, merged in rank order."""
-        awaited: set[bytes] = set()
+        awaited: dict[int, set[bytes]] = {}
         for seq in merge(list(self.prefilling), self._admissible(builder), key=by_rank):
             if builder.tokens_left <= 0:
                 break
@@ -529,25 +529,24 @@ class Scheduler:
     # ---- admission -------------------------------------------------------------------------------
 
     def _try_admit(
-        self, seq: Sequence, token_budget: int, builder: PlanBuilder, awaited: set[bytes]
+        self, seq: Sequence, token_budget: int, builder: PlanBuilder, awaited: dict[int, set[bytes]]
     ) -> int:
         """Admit a waiting sequence if it is admissible and there is room. Returns the tokens used.
 
-        A sequence waits for another sequence that computes most of its prompt. It also waits while
-        its next blocks are read from disk. Sequences behind it need not wait. `awaited` holds the
-        first block hash of each sequence that waits for another: sequences with the same first
-        block are not matched again in this plan."""
+        A sequence waits for another sequence that computes more than half of its prompt. It also
+        waits while its next blocks are read from disk. Sequences behind it need not wait, unless
+        they begin with the same prefix. `awaited` has the prefixes that sequences of this plan wait
+        for, as begins_with() takes them: finding these sequences by a match takes too long."""
         if not self.shaper.may_admit(seq):
             self.reports.not_ready(seq)
             return 0
-        if awaited and self.pool.block_size < len(seq.tokens):
-            self.prefix.extend_hashes(seq, 1)
-        if seq.block_hashes and seq.block_hashes[0] in awaited:
+        if self.prefix.begins_with(seq, awaited):
             self.reports.not_admitted(seq, reasons.SHARED_PREFIX)
             return 0
         match = self.prefix.match(seq)
-        if match is None:
-            awaited.add(seq.block_hashes[0])
+        if match.awaited_blocks:
+            last_hash = seq.block_hashes[match.awaited_blocks - 1]
+            awaited.setdefault(match.awaited_blocks, set()).add(last_hash)
             self.reports.not_admitted(seq, reasons.SHARED_PREFIX)
             return 0
         # Promotions leave a free block for the next token of each running sequence.

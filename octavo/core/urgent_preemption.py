@@ -161,7 +161,7 @@ class UrgentPreemption:
             num_blocks = -(-(seq.planned + num_tokens) // block_size) - len(seq.block_table)
             return ChunkNeeds(0, max(num_blocks, 0), num_tokens)
         match = self.prefix.match(seq)
-        if match is None:
+        if match.awaited_blocks:
             return None
         num_cached = len(match.blocks) * block_size
         num_tokens = min(tokens_to_prefill(seq, num_cached), token_budget)

@@ -383,3 +383,25 @@ def test_saturated_means_waiting_for_more_than_the_budget() -> None:
         engine.step()
         found.append((len(engine.scheduler.waiting), engine.scheduler.saturated))
     assert found == [(1, False), (1, True), (1, True)], "first its turn, then blocks"
+
+
+def test_a_sequence_that_waits_for_a_prefix_delays_only_those_that_begin_with_it() -> None:
+    """All begin with the same block, as chats with one system message do. S3 shares the whole
+    prefix and waits like S1. S2 shares a block, and S4 needs the logprobs of its whole prompt."""
+    engine = make_engine(60, 4, rows=8, budget=200, depth=1, max_len=100)
+    shared = list(range(1, 33))
+    params = SamplingParams(max_tokens=2, ignore_eos=True, seed=1)
+    whole = SamplingParams(max_tokens=2, ignore_eos=True, seed=1, prompt_logprobs=0)
+    engine.add(Request("S0", [*shared, 40], params))
+    engine.add(Request("S1", [*shared, 41], params))
+    engine.add(Request("S2", [*shared[:4], *range(35, 45)], params))
+    engine.add(Request("S3", [*shared, 42], params))
+    engine.add(Request("S4", [*shared, 43], whole))
+    plan = engine.scheduler.plan()
+    names = {seq.id: seq.request.id for seq in engine.scheduler.live.values()}
+    assert [names[item.seq_id] for item in plan.items] == ["S0", "S2", "S4"]
+    assert [seq.request.id for seq in engine.scheduler.waiting] == ["S1", "S3"]
+    engine.scheduler.commit(plan, engine.runner.launch(plan).wait())
+    plan = engine.scheduler.plan()
+    starts = {names[item.seq_id]: item.start for item in plan.items}
+    assert starts["S1"] == starts["S3"] == 32

@@ -357,13 +357,9 @@ def test_blocks_that_cannot_be_promoted_are_computed() -> None:
     scheduler.commit(scheduler.plan(), fetched(*tickets))
     assert scheduler.tiers is not None
     match = scheduler.prefix.match(seq)
-    assert match is not None and len(match.loads) == 4
-    assert scheduler.prefix.fetch_and_promote(
-        seq, match, Plan(9), reserved=6
-    ) is None and match == (
-        [],
-        [],
-    )
+    assert len(match.loads) == 4
+    assert scheduler.prefix.fetch_and_promote(seq, match, Plan(9), reserved=6) is None
+    assert match.blocks == [] and match.loads == []
 
 
 def test_nothing_goes_up_into_blocks_that_others_need() -> None:
