@@ -788,7 +788,7 @@ def test_a_mark_of_the_slider_is_named_and_easy_to_hit(
         page.wait_for_timeout(250)
         mark = page.evaluate(FIND_MARK)
         slider = page.locator("#scrub")
-        position = {"x": mark["x"] + 1.5, "y": 12}
+        position: Any = {"x": mark["x"] + 1.5, "y": 12}
         slider.hover(position=position)
         assert f"step {mark['step']:,}: " in page.inner_text("#tip")
         assert page.inner_text("#tip").splitlines()[0].endswith(" was preempted")

@@ -119,7 +119,7 @@ def test_the_keys_reach_every_request_and_show_it(watched: Watched) -> None:
     page.click("#pause")
     page.wait_for_timeout(250)
     assert page.locator("#rows tr[tabindex='0']").count() == 1, "Tab stops once"
-    selected = []
+    selected: list[str] = []
     for key in "jjjjjjjjjjjjkkkkkkkkkkkj":
         page.keyboard.press(key)
         page.wait_for_timeout(60)

@@ -153,7 +153,7 @@ def test_all_panels_of_a_round_show_the_same_moment(costs: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize("options", [{}, {"evict": True}, {"beams": True}], ids=str)
 def test_the_page_tells_the_cost_of_a_preemption_as_the_engine_paid_it(
-    options: dict[str, bool],
+    options: dict[str, Any],
 ) -> None:
     """A shortage is explained with the blocks at the time of the plan, a preemption with what could
     still be reused, and a loaded block with the request that had computed it."""
