@@ -80,7 +80,7 @@ def serve_on_ray(config: ServeConfig, options: RayOptions) -> None:
 
 def announce(front: Front, port: int) -> None:
     """Print what fits in memory, the addresses and an example, once the server is ready."""
-    loaded = front.client.model_info()
+    loaded = front.engine_client.model_info()
     config = front.config
     assert loaded is not None
     memory = loaded.memory
@@ -131,7 +131,7 @@ def announce(front: Front, port: int) -> None:
 
 def example(front: Front) -> str:
     """Return the path, the header and the body of a curl command that works for this model."""
-    loaded = front.client.model_info()
+    loaded = front.engine_client.model_info()
     assert loaded is not None
     path = "/v1/chat/completions"
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello!"}]}

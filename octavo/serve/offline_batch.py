@@ -46,10 +46,10 @@ async def run_file(
     done = completed_ids(partial)
     progress.earlier = progress.done = len(done)
     front = Front(config)
-    supervisor = front.client.supervisor
+    supervisor = front.engine_client.supervisor
     engine = asyncio.create_task(supervisor.run())
     try:
-        while not front.client.ready:
+        while not front.engine_client.ready:
             report(supervisor.phase, progress)
             if engine.done():
                 engine.result()

@@ -315,14 +315,14 @@ class Server:
         http = http_server(
             self.config, application(self.front), self.socket, self.table, self.front.bodies
         )
-        client = self.front.client
+        engine_client = self.front.engine_client
         if self.health is not None:
             self.health.begin()
         if self.config.grpc_port is not None:
             self.rpc = listen_rpc(self.front, self._host, self.config.grpc_port)
             await self.rpc.start()
         serving = asyncio.create_task(http.serve())
-        engine = asyncio.create_task(client.supervisor.run())
+        engine = asyncio.create_task(engine_client.supervisor.run())
         stop = asyncio.create_task(self._stop_signal.wait())
         batch_runner = BatchRunner(self.front, RouteTable(self.front))
         self.front.batch_runner = batch_runner
@@ -344,7 +344,7 @@ class Server:
             http.should_exit = True
             if self.rpc is not None:
                 await self.rpc.stop(CLOSE_SECONDS)
-            await client.supervisor.stop()
+            await engine_client.supervisor.stop()
             await asyncio.gather(serving, engine, return_exceptions=True)
             await asyncio.gather(*helpers, return_exceptions=True)
             self.front.files.close()
@@ -356,8 +356,8 @@ class Server:
                 self.health.server_close()
 
     async def _report_ready(self) -> None:
-        supervisor = self.front.client.supervisor
-        while not self.front.client.ready:
+        supervisor = self.front.engine_client.supervisor
+        while not self.front.engine_client.ready:
             if self.on_phase is not None:
                 self.on_phase(supervisor.phase, supervisor.fraction)
             await asyncio.sleep(0.05)
@@ -366,22 +366,22 @@ class Server:
 
     async def _drain(self) -> None:
         """Accept no more requests, and wait for open requests until the drain timeout."""
-        client = self.front.client
-        client.draining = True
-        if client.calls:
+        engine_client = self.front.engine_client
+        engine_client.draining = True
+        if engine_client.calls:
             log.warning(
                 "shutting down: open requests (%d) may finish within %g s; another Ctrl-C or "
                 "SIGTERM ends them now",
-                len(client.calls),
+                len(engine_client.calls),
                 self.config.drain_timeout,
             )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_timeout):
-                while client.calls and not self._abort_signal.is_set():
+                while engine_client.calls and not self._abort_signal.is_set():
                     await asyncio.sleep(0.02)
-        client.fail_all(api_errors.cut_off())
+        engine_client.fail_all(api_errors.cut_off())
         for _ in range(50):  # The streams need time to send the error.
-            if not client.calls:
+            if not engine_client.calls:
                 return
             await asyncio.sleep(0.02)
 

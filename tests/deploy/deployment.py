@@ -78,7 +78,7 @@ def exported(prefix: str = "octavo") -> dict[str, set[str]]:
     heartbeat = Heartbeat(tiers=tiers, tier_misses={"corrupt": 1}, accepted_at=[1])
     metrics = Metrics(prefix, "m")
     metrics.rejections.labels("queue_full").inc()
-    metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
+    metrics.source.engine_client = SimpleNamespace(  # type: ignore[assignment]
         supervisor=SimpleNamespace(
             heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None, sleep_level=0
         ),

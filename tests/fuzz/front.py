@@ -146,11 +146,11 @@ class FakeServer:
         asyncio.set_event_loop(self.loop)
         self.config = ServeConfig(served_model_name=("tiny",), request_templates=True, **config)
         self.front = Front(self.config)
-        client = self.front.client
-        client.supervisor.phase = "ready"
-        client.supervisor.loaded = loaded_model()
-        client.tokenizer = Tokenizer.from_directory(tokenizer_directory())
-        client.open = accept  # type: ignore[method-assign]
+        engine_client = self.front.engine_client
+        engine_client.supervisor.phase = "ready"
+        engine_client.supervisor.loaded = loaded_model()
+        engine_client.tokenizer = Tokenizer.from_directory(tokenizer_directory())
+        engine_client.open = accept  # type: ignore[method-assign]
         local = LocalPool(worker_setup(self.config, loaded_model()))
         self.front.pool.run = local.run  # type: ignore[method-assign]
         self.uvicorn = uvicorn.Config(

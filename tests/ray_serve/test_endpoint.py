@@ -433,7 +433,7 @@ def test_a_replica_can_be_stopped_while_its_engine_starts() -> None:
     async def test() -> None:
         replica = Replica(ServeConfig(model=tiny.model_dir()), "127.0.0.1", "a")
         start = asyncio.create_task(replica.start())
-        supervisor = replica.front.client.supervisor
+        supervisor = replica.front.engine_client.supervisor
         while supervisor.process is None:
             await asyncio.sleep(0.01)
         await replica.stop()
@@ -466,5 +466,5 @@ async def cancels_by_id(found: Served, replica: Replica) -> None:
         assert cancelled.json() == {"id": request_id, "cancelled": True}
         rest = b"".join([chunk async for chunk in chunks])
         assert b'"code":"cancelled"' in rest
-    while replica.front.client.calls:
+    while replica.front.engine_client.calls:
         await asyncio.sleep(0.01)

@@ -103,7 +103,7 @@ def main(port: str, text: str) -> None:
     if worker_program is not None:
         found.front.pool.command = (sys.executable, "-m", worker_program)
     if program is not None:
-        found.front.client.supervisor.command = (sys.executable, "-m", program)
+        found.front.engine_client.supervisor.command = (sys.executable, "-m", program)
     # in the loop's thread: it stands still
     signal.signal(signal.SIGUSR2, lambda *_: time.sleep(2.5))
     found.run()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.serve.channel.messages import StepOutputs
-from octavo.serve.front.client import FINISHED_PER_TURN, OUTPUTS_PER_TURN, EngineClient
+from octavo.serve.front.engine_client import FINISHED_PER_TURN, OUTPUTS_PER_TURN, EngineClient
 from octavo.serve.front.metrics import Metrics
 from octavo.serve.serve_config import ServeConfig
 from octavo.types import Output

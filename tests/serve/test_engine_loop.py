@@ -75,7 +75,7 @@ def add(id: str, length: int = 5, **params: Any) -> Add:
 def rendered(heartbeat: Heartbeat) -> str:
     """The metrics of a server whose engine has sent this heartbeat."""
     metrics = Metrics("octavo", "m")
-    metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
+    metrics.source.engine_client = SimpleNamespace(  # type: ignore[assignment]
         supervisor=SimpleNamespace(
             heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None, sleep_level=0
         ),

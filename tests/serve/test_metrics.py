@@ -37,7 +37,7 @@ def test_metrics_that_vllm_has_renamed_have_both_names_under_its_prefix(prefix: 
     heartbeat = Heartbeat(blocks_used=1, blocks_free=3, queried_tokens=7, cached_tokens=5)
     metrics = Metrics(prefix, "m")
     metrics.itl.observe(0.5)
-    metrics.source.client = SimpleNamespace(  # type: ignore[assignment]
+    metrics.source.engine_client = SimpleNamespace(  # type: ignore[assignment]
         supervisor=SimpleNamespace(
             heartbeat=heartbeat, starts=1, recovery=0.0, loaded=None, sleep_level=0
         ),

@@ -103,7 +103,7 @@ def test_the_start_of_the_server_shows_the_method(capsys: pytest.CaptureFixture[
     memory = dict.fromkeys(("weights", "activations", "kv", "kv_tokens"), 1000)
     loaded = replace(MODEL, memory=memory, speculative=METHOD)
     front = SimpleNamespace(
-        client=SimpleNamespace(model_info=lambda: loaded),
+        engine_client=SimpleNamespace(model_info=lambda: loaded),
         config=ServeConfig(model="tiny"),
         tokenizer=SimpleNamespace(chat_templates={}),
     )

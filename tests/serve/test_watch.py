@@ -287,7 +287,7 @@ def test_settings_of_the_running_engine_can_be_changed(shown: Running, running: 
 
 def test_a_second_change_of_settings_at_the_same_time_is_refused() -> None:
     busy = SimpleNamespace(model="a", settings_reply=object())
-    front: Any = SimpleNamespace(client=busy)
+    front: Any = SimpleNamespace(engine_client=busy)
     with pytest.raises(ApiError, match="other settings are being changed") as refused:
         asyncio.run(live_controls.change_settings(front, {"chunk": 1}))
     assert (refused.value.status, refused.value.code) == (409, "settings_busy")
@@ -423,7 +423,7 @@ def test_a_page_opened_as_the_grace_time_ends_keeps_its_lines(
     async def run() -> None:
         endpoint = WatchEndpoint(Front(ServeConfig()))
         sent: list[Any] = []
-        monkeypatch.setattr(endpoint.front.client.supervisor, "send", sent.append)
+        monkeypatch.setattr(endpoint.front.engine_client.supervisor, "send", sent.append)
         task = asyncio.create_task(endpoint._watch_engine())
         await asyncio.sleep(0.1)  # The grace time is over, and the task sleeps.
         page: Any = object()
@@ -457,7 +457,7 @@ def test_a_page_gets_a_new_state_before_lines_that_follow_it(
             asyncio.create_task(sender.send_lines()),
         ]
         await asyncio.sleep(0.1)
-        endpoint.front.client.supervisor.phase = "ready"
+        endpoint.front.engine_client.supervisor.phase = "ready"
         endpoint.buffer.add(b"[1]\n", is_start=True)
         await asyncio.sleep(0.1)
         endpoint.buffer.add(b"[2]\n", is_start=False)

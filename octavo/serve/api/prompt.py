@@ -65,7 +65,7 @@ def check_template(front: Front, body: ChatRequest) -> None:
 
 def max_prompt_tokens(front: Front, truncated_to: int | None) -> int:
     """Return how many tokens a prompt may have. There is no limit if it will be truncated."""
-    return front.client.model.max_model_len if truncated_to is None else sys.maxsize
+    return front.engine_client.model.max_model_len if truncated_to is None else sys.maxsize
 
 
 def template_options(front: Front, body: ChatRequest) -> dict[str, Any]:
@@ -215,7 +215,7 @@ async def completion_prompts(
         if isinstance(prompt, bytes):  # A worker process has checked and packed these token ids.
             ids = await front.text.unpack(prompt)
         elif isinstance(prompt, list):
-            ids = check_ids(prompt, front.client.model.vocab_size, "prompt")
+            ids = check_ids(prompt, front.engine_client.model.vocab_size, "prompt")
         else:
             raise invalid_field("prompt", "each prompt must be a string or a list of token ids")
         results.append((None, truncate(Tokens(ids, len(ids)), body, keep, checked.headers)))
@@ -265,7 +265,7 @@ def truncation_length(front: Front, body: OpenAI, max_tokens: int | None) -> int
         return None
     if requested == -1:
         reply = 1 if max_tokens is None or max_tokens == UNBOUNDED else max_tokens
-        return max(front.client.model.longest_sequence - reply, 1)
+        return max(front.engine_client.model.longest_sequence - reply, 1)
     return check_count("truncate_prompt_tokens", requested, minimum=1)
 
 

@@ -191,7 +191,7 @@ def sampling(front: Front, body: Common) -> SamplingParams:
     if body.repetition_detection is not None:
         values["repetition_detection"] = repetition_detection(body.repetition_detection)
     # A beam search does not sample, so the recommended parameters do not apply.
-    defaults = {} if body.use_beam_search else front.client.model.sampling
+    defaults = {} if body.use_beam_search else front.engine_client.model.sampling
     return SamplingParams(
         **{**defaults, **values, "max_tokens": None},
         structured_outputs=structured_output.read(body, limits),
@@ -367,7 +367,7 @@ def build(
 
     `param` is the field that contains the prompt.
     """
-    model = front.client.model
+    model = front.engine_client.model
     params = checked.params
     headers = checked.headers
     params.check_vocabulary(model.vocab_size)

@@ -72,7 +72,7 @@ class LineRunner:
             delay = min(2 * delay, MAX_DELAY_SECONDS)
 
     async def wait_ready(self) -> None:
-        while not self.front.client.ready:
+        while not self.front.engine_client.ready:
             await asyncio.sleep(READY_POLL_SECONDS)
 
 

@@ -33,7 +33,7 @@ from octavo.serve.api.request_tools import read_tools, replace_functions
 from octavo.serve.api.token_generation import TokensWriter
 from octavo.serve.api.translation import FieldNames
 from octavo.serve.api.validate import CheckedRequest, Prepared
-from octavo.serve.front.client import Call
+from octavo.serve.front.engine_client import Call
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.http.exchange import Exchange
 
@@ -49,7 +49,7 @@ def open_call(front: Front, caller: Caller, prepared: Prepared, stream: bool) ->
     if key is not None:
         key.enter()
     try:
-        return front.client.open(
+        return front.engine_client.open(
             caller.id, prepared, stream=stream, key=key, parent_span=caller.span
         )
     except BaseException:
@@ -124,7 +124,7 @@ async def render(exchange: Exchange) -> None:
     wants_offsets = bool(unknown.pop("return_token_offsets", False))
     unknown.pop("return_assistant_tokens_mask", None)  # It is always null.
     checked, shape = read_chat(front, exchange.caller, body, unknown)
-    checked.params.check_vocabulary(front.client.model.vocab_size)
+    checked.params.check_vocabulary(front.engine_client.model.vocab_size)
     ids = await prompt.chat_ids(front, body, checked, shape.tools, context=sys.maxsize)
     text = await front.text.decode(front.tokenizer, ids)
     reply = await describe_prompt(exchange, body, checked, (text, ids), wants_offsets)
@@ -137,7 +137,7 @@ async def render_completion(exchange: Exchange) -> None:
     body, unknown = await exchange.body(CompletionRequest)
     wants_offsets = bool(unknown.pop("return_token_offsets", False))
     checked, _ = read_completion(front, exchange.caller, body, unknown)
-    checked.params.check_vocabulary(front.client.model.vocab_size)
+    checked.params.check_vocabulary(front.engine_client.model.vocab_size)
     replies = []
     for text, ids in await prompt.completion_prompts(front, body, checked):
         prompt_text = text if text is not None else await front.text.decode(front.tokenizer, ids)
@@ -170,7 +170,7 @@ async def describe_prompt(
         body,
         offsets,
     )
-    return {**description, "max_model_len": front.client.model.max_model_len}
+    return {**description, "max_model_len": front.engine_client.model.max_model_len}
 
 
 # ---- reading the request -------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def last_message(body: ChatRequest) -> str:
 
 def default_length(front: Front) -> int | None:
     """Return the model's recommended limit for a chat that sets no limit, or None."""
-    length = front.client.model.sampling.get("max_tokens")
+    length = front.engine_client.model.sampling.get("max_tokens")
     return None if length is None else int(length)
 
 
@@ -435,7 +435,7 @@ async def send_stream(
     except Exception as e:
         error = api_error(e)
         if error.code != "client_gone":
-            front.client.refuse(exchange.caller.id, error)
+            front.engine_client.refuse(exchange.caller.id, error)
         if error.status == 500 and error is not e:
             log.exception("request %s failed in its stream", exchange.caller.id)
         if not exchange.started:

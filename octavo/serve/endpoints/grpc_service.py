@@ -177,7 +177,7 @@ class CallGuard:
                 if error.status == 500 and not isinstance(e, ApiError):
                     log.exception("request %s failed", caller.id)
                 if error.code != "client_gone":
-                    self.front.client.refuse(caller.id, error)
+                    self.front.engine_client.refuse(caller.id, error)
                 code = STATUS_CODES[error.status].name
                 metadata = (*call_metadata(caller), *error_metadata(error))
                 await context.abort(STATUS_CODES[error.status], error.message, metadata)
@@ -360,9 +360,11 @@ class Service:
         if len(message) > HEALTH_BYTES:
             raise invalid_field(None, f"a HealthRequest can have at most {HEALTH_BYTES} bytes")
         parse_message(message, pb.HealthRequest)
-        state: dict[str, Any] = self.front.client.state()
+        state: dict[str, Any] = self.front.engine_client.state()
         fields = {name: state[name] for name in ("state", "phase", "elapsed_s")}
-        await self._write(context, pb.HealthResponse(ready=self.front.client.ready, **fields))
+        await self._write(
+            context, pb.HealthResponse(ready=self.front.engine_client.ready, **fields)
+        )
 
     # ---- parts of the methods --------------------------------------------------------------------
 
@@ -461,14 +463,14 @@ class Health(health_pb2_grpc.HealthServicer):
         self.front = front
         self.guard = guard
         self._watchers = 0
-        self._reported_ready = front.client.ready
+        self._reported_ready = front.engine_client.ready
         self._closed = False
         self._changed = asyncio.Event()
 
     def status(self, service: str) -> Any:
         if service not in ("", SERVICE):
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        ready = self.front.client.ready and not self._closed
+        ready = self.front.engine_client.ready and not self._closed
         return (
             health_pb2.HealthCheckResponse.SERVING
             if ready
@@ -510,8 +512,8 @@ class Health(health_pb2_grpc.HealthServicer):
 
     async def watch_readiness(self) -> None:
         while True:
-            if self._reported_ready != self.front.client.ready:
-                self._reported_ready = self.front.client.ready
+            if self._reported_ready != self.front.engine_client.ready:
+                self._reported_ready = self.front.engine_client.ready
                 self._wake()
             await asyncio.sleep(POLL_SECONDS)
 

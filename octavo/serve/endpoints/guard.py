@@ -78,7 +78,7 @@ class Guard:
             error = from_router(e) if isinstance(e, HTTPException) else api_error(e)
             if error.status == 500 and not isinstance(e, ApiError):
                 log.exception("request %s failed", caller.id)
-            self.front.client.refuse(caller.id, error)
+            self.front.engine_client.refuse(caller.id, error)
             if status == 0:
                 await send_error(error, scope, send_with_ids, caller.id)
             elif scope["type"] == "websocket":
@@ -138,12 +138,12 @@ class Guard:
 
     def load_headers(self, load_format: bytes) -> list[tuple[bytes, bytes]]:
         """Return the header with the engine's load in ORCA's format, which load balancers read."""
-        client = self.front.client
-        heartbeat = client.supervisor.heartbeat
+        engine_client = self.front.engine_client
+        heartbeat = engine_client.supervisor.heartbeat
         blocks = heartbeat.blocks_used + heartbeat.blocks_cached + heartbeat.blocks_free
         load = {
             "kv_cache_usage_perc": heartbeat.blocks_used / blocks if blocks else 0.0,
-            "num_requests_waiting": float(len(client.queue_bound.waiting)),
+            "num_requests_waiting": float(len(engine_client.queue_bound.waiting)),
         }
         metrics = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
         reports = {

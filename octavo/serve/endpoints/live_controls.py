@@ -69,25 +69,25 @@ async def settings(exchange: Exchange) -> None:
 
 async def change_settings(front: Front, changes: dict[str, Any]) -> str:
     """Change settings of the engine. Returns the error, or "" if the engine has applied them."""
-    client = front.client
-    _ = client.model  # This raises an error while no engine is ready.
-    if client.settings_reply is not None:
+    engine_client = front.engine_client
+    _ = engine_client.model  # This raises an error while no engine is ready.
+    if engine_client.settings_reply is not None:
         raise ApiError(409, "other settings are being changed: try again", "settings_busy")
-    client.settings_reply = asyncio.get_running_loop().create_future()
+    engine_client.settings_reply = asyncio.get_running_loop().create_future()
     try:
-        client.supervisor.send(ChangeSettings(changes))
+        engine_client.supervisor.send(ChangeSettings(changes))
         async with asyncio.timeout(REPLY_SECONDS):
-            return await client.settings_reply
+            return await engine_client.settings_reply
     except TimeoutError:
         return "the engine has not replied: try again"
     finally:
-        client.settings_reply = None
+        engine_client.settings_reply = None
 
 
 async def crash(exchange: Exchange) -> None:
     """Kill the engine process. The supervisor starts a new one."""
     check_controls(exchange)
-    process = exchange.front.client.supervisor.process
+    process = exchange.front.engine_client.supervisor.process
     if process is None or process.returncode is not None:
         raise ApiError(409, "no engine process is running", "no_engine")
     process.send_signal(signal.SIGKILL)

@@ -60,7 +60,7 @@ class WatchEndpoint:
         self.buffer = front.events
         self.watched_start = 0  # The engine process that sends lines, as counted by the supervisor.
         self._task: asyncio.Task[None] | None = None
-        front.client.on_event_lines = self._receive
+        front.engine_client.on_event_lines = self._receive
 
     def _receive(self, message: EventLines) -> None:
         self.buffer.add(message.lines, message.is_start)
@@ -121,7 +121,7 @@ class WatchEndpoint:
 
     async def _watch_engine(self) -> None:
         """Make each engine process send its lines while pages are open, and GRACE_SECONDS after."""
-        client = self.front.client
+        client = self.front.engine_client
         supervisor = client.supervisor
         client.reports_refusals = True
         seen_at = time.monotonic()
@@ -140,7 +140,7 @@ class WatchEndpoint:
         self.buffer.clear()
 
     def state(self) -> dict[str, Any]:
-        client = self.front.client
+        client = self.front.engine_client
         loaded = client.model_info()
         state = client.state()
         del state["elapsed_s"]  # The elapsed time changes all the time.

@@ -77,14 +77,14 @@ async def reply_loaded(
 ) -> None:
     """Reply that the model is loaded. Ollama's clients send a request without a prompt for this."""
     checked, _ = read(exchange, translation, unknown, OLLAMA_TABLE)
-    checked.params.check_vocabulary(exchange.front.client.model.vocab_size)
+    checked.params.check_vocabulary(exchange.front.engine_client.model.vocab_size)
     finish_headers(translation.fields, checked.headers)
     await exchange.reply(loaded_reply(exchange.front.config.name, is_chat), checked.headers)
 
 
 async def tags(exchange: Exchange) -> None:
     front = exchange.front
-    loaded = front.client.model
+    loaded = front.engine_client.model
     names = front.config.names
     models = [ollama_api.model_entry(name, loaded, front.created) for name in names]
     await exchange.reply({"models": models})
@@ -92,7 +92,7 @@ async def tags(exchange: Exchange) -> None:
 
 async def running_models(exchange: Exchange) -> None:
     front = exchange.front
-    entry = ollama_api.running_entry(front.config.name, front.client.model, front.created)
+    entry = ollama_api.running_entry(front.config.name, front.engine_client.model, front.created)
     await exchange.reply({"models": [entry]})
 
 
@@ -107,7 +107,7 @@ async def show(exchange: Exchange) -> None:
         capabilities.append("tools")
     if model_style(front.tokenizer) is not None:
         capabilities.append("thinking")
-    loaded = front.client.model
+    loaded = front.engine_client.model
     description = ollama_api.model_description(loaded, front.created, template, capabilities)
     await exchange.reply(description, headers)
 

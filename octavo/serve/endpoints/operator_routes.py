@@ -96,7 +96,7 @@ async def change_session(exchange: Exchange, body: bytes) -> None:
 
 
 async def load(exchange: Exchange) -> None:
-    await exchange.reply({"server_load": len(exchange.front.client.calls)})
+    await exchange.reply({"server_load": len(exchange.front.engine_client.calls)})
 
 
 # ---- sleep -------------------------------------------------------------------------------------
@@ -112,13 +112,13 @@ async def sleep(exchange: Exchange) -> None:
     level = file_routes.query_of(exchange).get("level", "1")
     if level not in ("1", "2"):
         raise invalid_field("level", "level must be 1 or 2")
-    supervisor = front.client.supervisor
+    supervisor = front.engine_client.supervisor
     if supervisor.sleep_level == 0:
-        _ = front.client.model  # This raises an error while the engine is not ready.
-        if front.client.calls:
+        _ = front.engine_client.model  # This raises an error while the engine is not ready.
+        if front.engine_client.calls:
             raise ApiError(
                 409,
-                f"{len(front.client.calls)} requests are open: wait until they have ended",
+                f"{len(front.engine_client.calls)} requests are open: wait until they have ended",
                 "requests_open",
             )
         await supervisor.sleep(int(level))
@@ -131,7 +131,7 @@ async def wake_up(exchange: Exchange) -> None:
     As in vLLM, a client may wake the weights and the KV cache one after the other with `tags`.
     """
     check_operator(exchange)
-    supervisor = exchange.front.client.supervisor
+    supervisor = exchange.front.engine_client.supervisor
     tag = file_routes.query_of(exchange).get("tags")
     if tag not in (None, *supervisor.PARTS):
         raise invalid_field("tags", f"tags must be one of {', '.join(supervisor.PARTS)}")
@@ -140,7 +140,7 @@ async def wake_up(exchange: Exchange) -> None:
 
 
 async def is_sleeping(exchange: Exchange) -> None:
-    asleep = exchange.front.client.supervisor.sleep_level > 0
+    asleep = exchange.front.engine_client.supervisor.sleep_level > 0
     await exchange.reply({"is_sleeping": asleep})
 
 

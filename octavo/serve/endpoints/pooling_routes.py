@@ -121,7 +121,7 @@ async def pool_input(
     exchange: Exchange, body: EmbeddingRequest, unknown: dict[str, Any], kind: str | None = None
 ) -> Pooled:
     request, names = api.translate_embedding(body)
-    hidden_size = exchange.front.client.model.hidden_size
+    hidden_size = exchange.front.engine_client.model.hidden_size
     params = api.params_of(body, body.dimensions, hidden_size)
     return await pool(exchange, request, names, unknown, params, kind)
 
@@ -140,7 +140,7 @@ async def pool_ollama(
         kinds = "a text or a list of texts" if param == "input" else "a text"
         raise invalid_field(param, f"{param} must be {kinds}")
     fields = api.ollama_fields(body, served_name(body.model, front.config.names))
-    params = api.params_of(fields, body.dimensions, front.client.model.hidden_size)
+    params = api.params_of(fields, body.dimensions, front.engine_client.model.hidden_size)
     names = FieldNames({"prompt": param}, ignored=["options"] if body.options else [])
     request = api.completion_of(fields, texts)
     return await pool(exchange, request, names, unknown, params, table=OLLAMA_TABLE)
@@ -157,7 +157,7 @@ async def pool(
 ) -> Pooled:
     """Compute the prompts of a request. `kind` is a name of POOLINGS, by default the model's."""
     front = exchange.front
-    pooler = front.client.model.pooler
+    pooler = front.engine_client.model.pooler
     with names.errors():
         prepared = await prepare(exchange, request, unknown, table)
         validate.ignore(prepared.headers, *names.ignored)
@@ -202,7 +202,7 @@ def check_values(
 ) -> None:
     """Refuse a request whose reply would have too many numbers."""
     front = exchange.front
-    size = params.dimensions or front.client.model.hidden_size
+    size = params.dimensions or front.engine_client.model.hidden_size
     count = sum(len(request.prompt) if per_token else 1 for request in prepared.requests) * size
     limit = front.config.limits.embedding_values
     if count > limit:

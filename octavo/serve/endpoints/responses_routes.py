@@ -13,7 +13,7 @@ from octavo.serve.api.protocol import ResponsesRequest
 from octavo.serve.api.request_fields import RESPONSES_TABLE
 from octavo.serve.endpoints.completions import answer, open_call
 from octavo.serve.endpoints.translated import prepare
-from octavo.serve.front.client import Call
+from octavo.serve.front.engine_client import Call
 from octavo.serve.front.front import Front
 from octavo.serve.http.exchange import Exchange
 
@@ -72,7 +72,7 @@ async def run_in_background(front: Front, call: Call, writer: ResponseWriter) ->
             writer.full_reply(call.collectors)
     except Exception as e:
         error = api_error(e)
-        front.client.refuse(call.id, error)
+        front.engine_client.refuse(call.id, error)
         if error is not e:
             log.exception("request %s failed in the background", call.id)
         writer.fail(error)
@@ -93,7 +93,7 @@ async def retrieve(exchange: Exchange) -> None:
 
 def is_waiting(front: Front, id: str) -> bool:
     """Return whether the request of a response is still in the queue."""
-    return f"{openai_responses.request_id(id)}-0" in front.client.queue_bound.waiting
+    return f"{openai_responses.request_id(id)}-0" in front.engine_client.queue_bound.waiting
 
 
 async def delete(exchange: Exchange) -> None:
@@ -109,7 +109,7 @@ async def cancel(exchange: Exchange) -> None:
     owner = exchange.caller.owner
     response = front.responses.response(id, owner)
     if front.responses.is_open(id, owner):
-        if front.client.cancel(openai_responses.request_id(id), owner):
+        if front.engine_client.cancel(openai_responses.request_id(id), owner):
             response = {**response, "status": "cancelled"}
     elif not response["background"]:
         raise invalid_field(

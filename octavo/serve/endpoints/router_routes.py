@@ -21,7 +21,7 @@ from octavo.serve.http.exchange import Exchange
 async def server_info(exchange: Exchange) -> None:
     """Reply with the configuration of the engine, under the names of SGLang."""
     config = exchange.front.config
-    loaded = exchange.front.client.model
+    loaded = exchange.front.engine_client.model
     info: dict[str, Any] = {
         "model_path": config.name,
         "served_model_name": config.name,
@@ -58,7 +58,7 @@ async def server_info(exchange: Exchange) -> None:
 
 async def model_info(exchange: Exchange) -> None:
     config = exchange.front.config
-    loaded = exchange.front.client.model
+    loaded = exchange.front.engine_client.model
     await exchange.reply(
         {
             "model_path": config.name,
@@ -72,10 +72,11 @@ async def model_info(exchange: Exchange) -> None:
 
 async def load(exchange: Exchange) -> None:
     """Reply with the requests and the tokens of the engine, one entry as for one SGLang rank."""
-    client = exchange.front.client
-    heartbeat = client.supervisor.heartbeat
-    num_waiting = len(client.queue_bound.waiting)
-    num_tokens = heartbeat.blocks_used * client.model.block_size + client.queue_bound.tokens
+    engine_client = exchange.front.engine_client
+    heartbeat = engine_client.supervisor.heartbeat
+    queue_bound = engine_client.queue_bound
+    num_waiting = len(queue_bound.waiting)
+    num_tokens = heartbeat.blocks_used * engine_client.model.block_size + queue_bound.tokens
     entry = {
         "dp_rank": 0,
         "num_reqs": heartbeat.running + num_waiting,
@@ -92,13 +93,13 @@ async def health_generate(exchange: Exchange) -> None:
     body = GenerateRequest(prompt="1", max_new_tokens=1)
     prepared = await prepare_generate(front, exchange.caller, body, ["1"], headers={})
     await generate_texts(exchange, prepared)
-    await exchange.reply(front.client.state())
+    await exchange.reply(front.engine_client.state())
 
 
 async def flush_cache(exchange: Exchange) -> None:
     """Empty the prefix cache. If there are API keys, only administrators may do this."""
     check_operator(exchange)
     front = exchange.front
-    _ = front.client.model  # This raises an error while no engine is ready.
-    front.client.supervisor.send(ClearCache())
+    _ = front.engine_client.model  # This raises an error while no engine is ready.
+    front.engine_client.supervisor.send(ClearCache())
     await exchange.reply({"flushed": True, "success": True})

@@ -28,7 +28,7 @@ DEFAULT_NEW_TOKENS = 128
 
 
 def card(front: Front, name: str) -> dict[str, Any]:
-    loaded = front.client.model_info()
+    loaded = front.engine_client.model_info()
     return {
         "id": name,
         "object": "model",
@@ -108,7 +108,7 @@ async def tokenizer_info(exchange: Exchange) -> None:
         {
             "tokenizer_class": tokenizer.tokenizer_class,
             "vocab_size": tokenizer.vocab_size,
-            "model_max_length": front.client.model.max_model_len,
+            "model_max_length": front.engine_client.model.max_model_len,
             **tokenizer.specials,
             "bos_token_id": tokenizer.bos_id,
             "eos_token_id": tokenizer.eos_id,
@@ -142,7 +142,7 @@ async def prepare_generate(
             f"min_tokens ({params.min_tokens}) must not exceed max_new_tokens ({max_tokens})",
             "param_out_of_range",
         )
-    context = front.client.model.max_model_len
+    context = front.engine_client.model.max_model_len
     for text in prompts:
         prompt.check_size(front.tokenizer, len(text), context, "prompt")
     job = Encode(
@@ -203,17 +203,16 @@ async def livez(exchange: Exchange) -> None:
 
 
 async def readyz(exchange: Exchange) -> None:
-    await exchange.reply(
-        exchange.front.client.state(), status=200 if exchange.front.client.ready else 503
-    )
+    engine_client = exchange.front.engine_client
+    await exchange.reply(engine_client.state(), status=200 if engine_client.ready else 503)
 
 
 async def startupz(exchange: Exchange) -> None:
     started = (
-        exchange.front.client.tokenizer is not None
-        and exchange.front.client.supervisor.phase == "ready"
+        exchange.front.engine_client.tokenizer is not None
+        and exchange.front.engine_client.supervisor.phase == "ready"
     )
-    await exchange.reply(exchange.front.client.state(), status=200 if started else 503)
+    await exchange.reply(exchange.front.engine_client.state(), status=200 if started else 503)
 
 
 async def version(exchange: Exchange) -> None:
@@ -222,7 +221,7 @@ async def version(exchange: Exchange) -> None:
 
 async def limits(exchange: Exchange) -> None:
     config = exchange.front.config
-    loaded = exchange.front.client.model_info()
+    loaded = exchange.front.engine_client.model_info()
     reply: dict[str, Any] = {
         **asdict(config.limits),
         "max_queue_memory": config.max_queue_memory,
@@ -253,7 +252,7 @@ async def dumps(exchange: Exchange) -> None:
             "--api-keys",
             "admin_only",
         )
-    await exchange.reply({"dumps": exchange.front.client.supervisor.dumps})
+    await exchange.reply({"dumps": exchange.front.engine_client.supervisor.dumps})
 
 
 async def cancel(exchange: Exchange) -> None:
@@ -261,13 +260,13 @@ async def cancel(exchange: Exchange) -> None:
     if not validate.LABEL.fullmatch(id) or len(id) > exchange.front.config.limits.label_chars:
         raise invalid_field("id", "the path does not contain a valid request id")
     await exchange.reply(
-        {"id": id, "cancelled": exchange.front.client.cancel(id, exchange.caller.owner)}
+        {"id": id, "cancelled": exchange.front.engine_client.cancel(id, exchange.caller.owner)}
     )
 
 
 async def description(exchange: Exchange) -> None:
     config = exchange.front.config
-    loaded = exchange.front.client.model_info()
+    loaded = exchange.front.engine_client.model_info()
     await exchange.reply(
         openapi.description(config.names, config.limits, loaded.vocab_size if loaded else None)
     )

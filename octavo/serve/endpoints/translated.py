@@ -41,7 +41,7 @@ async def count_prompt(
     checked, shape = read(exchange, translation, unknown, table)
     front = exchange.front
     chat = translation.chat
-    checked.params.check_vocabulary(front.client.model.vocab_size)
+    checked.params.check_vocabulary(front.engine_client.model.vocab_size)
     ids = await prompt.chat_ids(front, chat, checked, shape.tools, context=sys.maxsize)
     finish_headers(translation.fields, checked.headers)
     return len(ids), checked.headers

@@ -32,7 +32,7 @@ from octavo.serve.api.protocol import GenerateRequest
 from octavo.serve.endpoints.completions import open_call
 from octavo.serve.endpoints.routes import prepare_generate
 from octavo.serve.front.body_memory import BodyReservation
-from octavo.serve.front.client import Call
+from octavo.serve.front.engine_client import Call
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.front.keys import Bucket
 from octavo.serve.http import body

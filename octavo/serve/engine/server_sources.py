@@ -20,8 +20,11 @@ DECIDED_IN = {
     "context_length_exceeded": ("serve/api/validate.py", "raise prompt_too_long("),
     "kv_capacity_exceeded": ("serve/api/validate.py", "raise invalid_field(param, str(KVCapacity"),
     "queue_full": ("serve/front/queue_bound.py", "raise queue_full("),
-    "queue_timeout": ("serve/front/client.py", "call.fail(api_errors.queue_timeout("),
-    "deadline_exceeded": ("serve/front/client.py", "call.fail(api_errors.deadline_exceeded("),
+    "queue_timeout": ("serve/front/engine_client.py", "call.fail(api_errors.queue_timeout("),
+    "deadline_exceeded": (
+        "serve/front/engine_client.py",
+        "call.fail(api_errors.deadline_exceeded(",
+    ),
     "rate_limit_exceeded": ("serve/front/keys.py", '"rate_limit_exceeded",'),
 }
 

@@ -1,7 +1,7 @@
 """The client of the engine sends requests, receives tokens and turns them into text.
 
     # This raises ApiError if the queue is full or the engine is not ready.
-    call = client.open(call_id, prepared, ...)
+    call = engine_client.open(call_id, prepared, ...)
     with call:  # The end of the block aborts unfinished requests.
         # Wait until the requests are sent and, with structured output, accepted by the engine.
         await call.wait_accepted()
@@ -96,7 +96,7 @@ class OpenRequest(NamedTuple):
         collector = self.call.collectors[self.prompt_index]
         request = collector.request
         state = "waiting"
-        if request.id not in self.call.client.queue_bound.waiting:
+        if request.id not in self.call.engine_client.queue_bound.waiting:
             counts = [len(output.token_ids) for output in collector.outputs]
             state = f"generated {counts}"
         return f"{request.id}: {len(request.prompt)} prompt tokens, {state}"
@@ -107,14 +107,14 @@ class Call:
 
     def __init__(
         self,
-        client: EngineClient,
+        engine_client: EngineClient,
         call_id: str,
         prepared: Prepared,
         stream: bool,
         key: Key | None,
         parent_span: ServerSpan | None = None,
     ):
-        self.client = client
+        self.engine_client = engine_client
         self.id = call_id
         self.requests = prepared.requests
         self.texts = prepared.texts
@@ -148,7 +148,7 @@ class Call:
     @cached_property
     def collectors(self) -> list[Collector]:
         """One collector for each prompt. They are created after the requests have been sent."""
-        tokenizer = self.client.tokenizer
+        tokenizer = self.engine_client.tokenizer
         collectors = [
             Collector(request, text, tokenizer, self.make_end_check)
             for request, text in zip(self.requests, self.texts, strict=True)
@@ -230,7 +230,7 @@ class Call:
         if self._closed:
             return
         self._closed = True
-        self.client.forget(self)
+        self.engine_client.end_call(self)
         if self.key is not None:
             self.key.leave(self.token_count)
 
@@ -243,7 +243,7 @@ class Call:
     def fail(self, error: ApiError) -> None:
         if self.error is None and self.unfinished:
             self.error = error
-            self.client.abandon(self)
+            self.engine_client.abort_in_engine(self)
             self.wake()
 
     def add_output(self, prompt_index: int, output: Output) -> int | None:
@@ -370,7 +370,7 @@ class EngineClient:
         for index, request in enumerate(requests):
             request.id = f"{call_id}-{index}"
         call = Call(
-            client=self,
+            engine_client=self,
             call_id=call_id,
             prepared=prepared,
             stream=stream,
@@ -484,7 +484,7 @@ class EngineClient:
         else:
             call.timer = loop.call_later(max(total - elapsed, 0), on_deadline)
 
-    def abandon(self, call: Call) -> None:
+    def abort_in_engine(self, call: Call) -> None:
         """Abort the requests of a call in the engine."""
         request_ids = [
             request.id
@@ -496,13 +496,13 @@ class EngineClient:
         if request_ids:
             self.supervisor.send(Abort(request_ids))
 
-    def forget(self, call: Call) -> None:
+    def end_call(self, call: Call) -> None:
         """Abort a call, stop its timer and its trial, and count it as finished."""
         if call.timer is not None:
             call.timer.cancel()
         if call.trial is not None:
             call.trial.cancel()
-        self.abandon(call)
+        self.abort_in_engine(call)
         if self.calls.pop(call.id, None) is not None:
             self.finished_calls[call.id] = call.owner
             while len(self.finished_calls) > REMEMBERED_CALLS:
@@ -586,6 +586,7 @@ class EngineClient:
         self._record_failure(failed)
         self._outputs.extend(message.outputs)
         if len(self._outputs) == len(message.outputs):
+            # The queue was empty, so no turn is scheduled that would process these outputs.
             self._process_outputs()
         tokens_sent = sum(len(output.tokens) for output in message.outputs)
         self.metrics.generated_tokens(tokens_sent + message.unsent_tokens)

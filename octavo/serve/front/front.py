@@ -15,7 +15,7 @@ from octavo.serve.channel.jobs import Setup
 from octavo.serve.channel.messages import Loaded
 from octavo.serve.front.batch_store import BatchStore, StoredBatch
 from octavo.serve.front.body_memory import BodyMemory
-from octavo.serve.front.client import EngineClient
+from octavo.serve.front.engine_client import EngineClient
 from octavo.serve.front.event_buffer import EventBuffer
 from octavo.serve.front.file_store import FileStore
 from octavo.serve.front.keys import Key, Keys
@@ -46,14 +46,14 @@ class Front:
         self.config = config
         self.keys = Keys.read(config.keys_file, config.limits, config.api_keys)
         self.metrics = Metrics(config.metrics_prefix, config.name)
-        self.client = EngineClient(config, self.metrics)
-        self.metrics.source.client = self.client
+        self.engine_client = EngineClient(config, self.metrics)
+        self.metrics.source.engine_client = self.engine_client
         self.tracing: Tracing | None = None
         if config.otlp_traces_endpoint is not None:
             self.tracing = Tracing(config.otlp_traces_endpoint, config.name)
-            self.client.tracing = self.tracing
+            self.engine_client.tracing = self.tracing
         self.pool = WorkerPool(config.text_workers, config.limits.text_seconds)
-        self.client.trials = Trials(self.pool, config.limits.structure_seconds)
+        self.engine_client.trials = Trials(self.pool, config.limits.structure_seconds)
         self.text = Texts(self.pool, config.limits.template_seconds, lambda: self.idle)
         self.bodies = BodyMemory(config.limits)
         self.responses = ResponseStore(config.limits)
@@ -63,14 +63,14 @@ class Front:
         self.batches = BatchStore(self.files)
         # The batch runner (endpoints/batch_runner.py), or None if the server runs no batches.
         self.batch_runner: BatchStarter | None = None
-        self.client.on_loaded = lambda loaded: self.pool.start(worker_setup(config, loaded))
+        self.engine_client.on_loaded = lambda loaded: self.pool.start(worker_setup(config, loaded))
         self.created = int(time.time())
         self._fingerprint: tuple[Loaded | None, str] = (None, "")
 
     @property
     def idle(self) -> bool:
         """True if the engine has no requests."""
-        return not self.client.open_requests
+        return not self.engine_client.open_requests
 
     @property
     def fingerprint(self) -> str:
@@ -78,7 +78,7 @@ class Front:
 
         Replies with the same fingerprint were computed by the same version with the same settings.
         """
-        loaded = self.client.model
+        loaded = self.engine_client.model
         if self._fingerprint[0] is not loaded:
             engine = asdict(self.config.engine)
             settings = [self.config.model, engine, loaded.dtype, loaded.kv_dtype]
@@ -89,14 +89,15 @@ class Front:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        if self.client.tokenizer is None:
-            raise not_ready(self.client.supervisor.phase, self.client.supervisor.restarting)
-        return self.client.tokenizer
+        if self.engine_client.tokenizer is None:
+            supervisor = self.engine_client.supervisor
+            raise not_ready(supervisor.phase, supervisor.restarting)
+        return self.engine_client.tokenizer
 
     @property
     def context(self) -> Context:
         """The data that jobs need when the event loop runs them itself."""
-        model = self.client.model
+        model = self.engine_client.model
         return Context(self.tokenizer, model.vocab_size, model.max_model_len, self.config.limits)
 
     def check_may_send(self, caller: Caller) -> None:
@@ -107,7 +108,7 @@ class Front:
         """
         if caller.key is not None:
             caller.key.check()
-        self.client.check_may_send(caller.key_priority)
+        self.engine_client.check_may_send(caller.key_priority)
 
 
 def worker_setup(config: ServeConfig, loaded: Loaded) -> Setup:

@@ -32,7 +32,7 @@ from octavo.serve.channel.messages import Heartbeat, Loaded
 from octavo.types import Output
 
 if TYPE_CHECKING:
-    from octavo.serve.front.client import Call, EngineClient
+    from octavo.serve.front.engine_client import Call, EngineClient
 
 TTFT = (
     0.001,
@@ -170,14 +170,15 @@ class EngineSource(Source):
     def __init__(self, prefix: str, model: str):
         self.prefix = prefix
         self.model = model
-        self.client: EngineClient | None = None
+        self.engine_client: EngineClient | None = None
 
     def collect(self) -> Iterable[Metric]:
-        if self.client is None:
+        if self.engine_client is None:
             return
-        heartbeat = self.client.supervisor.heartbeat
-        gauges = self._gauges(self.client, heartbeat)
-        counters = self._work_counters(self.client, heartbeat) | self._other_counters(heartbeat)
+        heartbeat = self.engine_client.supervisor.heartbeat
+        gauges = self._gauges(self.engine_client, heartbeat)
+        counters = self._work_counters(self.engine_client, heartbeat)
+        counters |= self._other_counters(heartbeat)
         counters |= self._draft_counters(heartbeat)
         if heartbeat.tiers:
             gauges |= {
@@ -211,8 +212,8 @@ class EngineSource(Source):
             "position",
             {str(place): count for place, count in enumerate(heartbeat.accepted_at)},
         )
-        yield self._sleep_state(self.client.supervisor.sleep_level)
-        yield self._waiting_by_reason(self.client)
+        yield self._sleep_state(self.engine_client.supervisor.sleep_level)
+        yield self._waiting_by_reason(self.engine_client)
         yield self._memory(heartbeat)
         if heartbeat.gpu_bytes:
             yield self._gpu_memory(heartbeat)
@@ -231,15 +232,15 @@ class EngineSource(Source):
                 hits,
             )
 
-    def _waiting_by_reason(self, client: EngineClient) -> Metric:
+    def _waiting_by_reason(self, engine_client: EngineClient) -> Metric:
         gauge = GaugeMetricFamily(
             f"{self.prefix}:num_requests_waiting_by_reason",
             "Requests in the queue, by reason: capacity if the engine is full, otherwise deferred.",
             labels=["model_name", "reason"],
         )
-        waiting = len(client.queue_bound.waiting)
+        waiting = len(engine_client.queue_bound.waiting)
         for reason, is_saturated in (("capacity", True), ("deferred", False)):
-            count = waiting if client.engine_saturated == is_saturated else 0
+            count = waiting if engine_client.engine_saturated == is_saturated else 0
             gauge.add_metric([self.model, reason], count)
         return gauge
 
@@ -273,21 +274,21 @@ class EngineSource(Source):
             gauge.add_metric([self.model, state], float(own_level == level))
         return gauge
 
-    def _gauges(self, client: EngineClient, heartbeat: Heartbeat) -> Values:
-        loaded = client.supervisor.loaded
+    def _gauges(self, engine_client: EngineClient, heartbeat: Heartbeat) -> Values:
+        loaded = engine_client.supervisor.loaded
         blocks = heartbeat.blocks_used + heartbeat.blocks_cached + heartbeat.blocks_free
         return {
             "num_requests_running": (heartbeat.running, "Sequences that are running."),
             "num_requests_waiting": (
-                len(client.queue_bound.waiting),
+                len(engine_client.queue_bound.waiting),
                 "Requests in the queue that wait for their first step.",
             ),
             "num_tokens_waiting": (
-                client.queue_bound.tokens,
+                engine_client.queue_bound.tokens,
                 "Prompt tokens of the requests in the queue.",
             ),
             "num_requests_open": (
-                len(client.open_requests),
+                len(engine_client.open_requests),
                 "Requests that the API server has sent to the engine and that are not finished.",
             ),
             "kv_cache_usage_perc": (
@@ -308,16 +309,16 @@ class EngineSource(Source):
                 "All KV blocks on the device: used, cached and free.",
             ),
             "engine_recovery_seconds": (
-                client.supervisor.recovery,
+                engine_client.supervisor.recovery,
                 "Time from the last engine failure until the engine was ready again, in seconds.",
             ),
             "engine_ready": (
-                float(client.ready),
+                float(engine_client.ready),
                 "1 while the server accepts requests, otherwise 0.",
             ),
         }
 
-    def _work_counters(self, client: EngineClient, heartbeat: Heartbeat) -> Values:
+    def _work_counters(self, engine_client: EngineClient, heartbeat: Heartbeat) -> Values:
         return {
             "prefix_cache_queries": (
                 heartbeat.queried_tokens,
@@ -338,7 +339,7 @@ class EngineSource(Source):
                 "Steps that ran out of device memory and were retried with fewer tokens.",
             ),
             "engine_starts": (
-                client.supervisor.starts,
+                engine_client.supervisor.starts,
                 "Engine processes started, restarts included.",
             ),
             "engine_prefill_steps": (

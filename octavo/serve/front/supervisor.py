@@ -1,6 +1,7 @@
 """Starts the engine process, and restarts it if it dies or hangs.
 
-This module handles processes and phases. The module client.py handles the messages of the engine.
+This module handles processes and phases. The module engine_client.py handles the messages of
+the engine.
 """
 
 from __future__ import annotations

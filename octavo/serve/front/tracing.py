@@ -22,7 +22,7 @@ from octavo.serve.channel.messages import RequestSpans
 
 if TYPE_CHECKING:
     from octavo.collect import Collector
-    from octavo.serve.front.client import Call
+    from octavo.serve.front.engine_client import Call
 
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 CONTEXT_HEADERS = ("traceparent", "tracestate")

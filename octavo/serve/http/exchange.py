@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.serve.api.api_errors import ApiError
 from octavo.serve.api.parse import Bytes
 from octavo.serve.front.body_memory import SMALL, BodyReservation
-from octavo.serve.front.client import Call
+from octavo.serve.front.engine_client import Call
 from octavo.serve.front.front import Caller, Front
 from octavo.serve.http import body
 from octavo.serve.http.http_request import HttpRequest
@@ -60,7 +60,7 @@ class Exchange:
 
     def reserve(self) -> BodyReservation:
         """Count the bytes of the body for the client until the `with` block ends."""
-        _ = self.front.client.model  # This raises an error while no engine is ready.
+        _ = self.front.engine_client.model  # This raises an error while no engine is ready.
         client = self.scope.get("client")
         return self.front.bodies.reserve(client[0] if client else "")
 

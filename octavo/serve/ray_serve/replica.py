@@ -159,8 +159,8 @@ class Replica:
 
     async def start(self) -> None:
         """Start the engine, and return when it is ready."""
-        self._supervision = asyncio.create_task(self.front.client.supervisor.run())
-        while not self.front.client.ready:
+        self._supervision = asyncio.create_task(self.front.engine_client.supervisor.run())
+        while not self.front.engine_client.ready:
             if self._supervision.done():
                 self._supervision.result()
                 raise ModelError("the engine process has ended before it was ready")
@@ -192,7 +192,7 @@ class Replica:
 
         The supervisor restarts an engine that fails. Until then requests go to other replicas.
         """
-        supervisor = self.front.client.supervisor
+        supervisor = self.front.engine_client.supervisor
         if self._supervision is None or self._supervision.done():
             raise RuntimeError("the supervisor of the engine process has ended")
         if not supervisor.ready and time.monotonic() - supervisor.phase_started > DOWN_SECONDS:
@@ -200,15 +200,15 @@ class Replica:
 
     def record_routing_stats(self) -> dict[str, int]:
         """Return the facts about this replica that Ray Serve sends to the request router."""
-        loaded = self.front.client.model_info()
+        loaded = self.front.engine_client.model_info()
         assert loaded is not None
         return {
             "kv_tokens": loaded.num_blocks * loaded.block_size,
-            "generation": self.front.client.supervisor.starts,
+            "generation": self.front.engine_client.supervisor.starts,
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        heartbeat = self.front.client.supervisor.heartbeat
+        heartbeat = self.front.engine_client.supervisor.heartbeat
         cached = heartbeat.blocks_cached + heartbeat.blocks_free
         total = max(heartbeat.blocks_used + cached, 1)
         return {"kv_use": heartbeat.blocks_used / total}
@@ -218,11 +218,11 @@ class Replica:
 
     async def stop(self) -> None:
         """End the processes of this replica. Ray Serve has waited for open requests before."""
-        self.front.client.draining = True
-        self.front.client.fail_all(api_errors.cut_off())
+        self.front.engine_client.draining = True
+        self.front.engine_client.fail_all(api_errors.cut_off())
         if self._server is not None:
             self._server.close()
-        await self.front.client.supervisor.stop()
+        await self.front.engine_client.supervisor.stop()
         await self.front.pool.close()
         if self._supervision is not None:
             self._supervision.cancel()
