@@ -264,8 +264,8 @@ def resolve_schedule(options: EngineOptions, model: ModelFacts, kind: str) -> Sc
     depth = options.depth
     if depth is None:
         # An urgent request waits for all steps in flight.
-        preemptive = find_policy(options.scheduling_policy).preemptive
-        overlaps = kind == "cuda" and not preemptive and options.kv_cache
+        preempts_for_waiting = find_policy(options.scheduling_policy).preempts_for_waiting
+        overlaps = kind == "cuda" and not preempts_for_waiting and options.kv_cache
         depth = 2 if overlaps else 1
     piggyback = options.piggyback_tokens
     if piggyback is None:

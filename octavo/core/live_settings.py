@@ -116,7 +116,7 @@ def change_policy(scheduler: Scheduler, name: str) -> None:
     come first, in the order of arrival."""
     if name not in POLICIES:
         raise InvalidRequest(f"unknown policy {name!r}: use {', '.join(POLICIES)}", "policy")
-    if scheduler.schedule.depth > 1 and POLICIES[name].preemptive:
+    if scheduler.schedule.depth > 1 and POLICIES[name].preempts_for_waiting:
         raise InvalidRequest(
             f"the policy {name} needs an engine with one step in flight: start it with --depth 1",
             "policy",

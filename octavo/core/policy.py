@@ -38,7 +38,7 @@ class Policy:
 
     # True: a rank never changes. False: ranks are computed again until the sequence starts.
     fixed_ranks = True
-    preemptive = False  # `preempts` may return True
+    preempts_for_waiting = False  # True: a waiting request may preempt running ones.
 
     def rank(self, seq: Sequence) -> float:
         """Return the policy rank. Lower ones come first; equal ones go by arrival."""
@@ -83,7 +83,7 @@ class Priority(Policy):
     One level is worth `ageing` seconds: a request that has waited that long is no longer overtaken
     by later requests one level above its own."""
 
-    preemptive = True
+    preempts_for_waiting = True
     ageing = 10.0
 
     def rank(self, seq: Sequence) -> float:
@@ -113,7 +113,7 @@ class Deadline(Policy):
     """Serves the earliest deadline first, and preempts requests with later deadlines. A request
     without a deadline gets one, `default_seconds` after its arrival."""
 
-    preemptive = True
+    preempts_for_waiting = True
     default_seconds = 60.0
 
     def rank(self, seq: Sequence) -> float:

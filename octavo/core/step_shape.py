@@ -67,10 +67,10 @@ class StepShaper:
         self.short_prompt_share = schedule.short_prompt_share
         self.step_times: StepTimes | None = None  # None: nothing depends on measured times
         self.preemption: UrgentPreemption | None = None
-        if schedule.batching == "adaptive" or queues.policy.preemptive:
+        if schedule.batching == "adaptive" or queues.policy.preempts_for_waiting:
             self.step_times = StepTimes()
             prefix.pool.events.subscribe(self._learn, StepLanded)
-        if self.step_times is not None and queues.policy.preemptive:
+        if self.step_times is not None and queues.policy.preempts_for_waiting:
             self.preemption = UrgentPreemption(
                 queues=queues,
                 prefix=prefix,

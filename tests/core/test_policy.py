@@ -543,7 +543,7 @@ class Inverted(Policy):
     """The worst choices that the interface allows: the last to come first, the dearest victims,
     pausing whoever can be."""
 
-    preemptive = True
+    preempts_for_waiting = True
 
     def rank(self, seq: Sequence) -> float:
         return -seq.id
