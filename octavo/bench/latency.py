@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.bench.measure_batching import bytes_per_step
 from octavo.bench.picture import Axis, Panel, Series, points
-from octavo.bench.scheduling import play
+from octavo.bench.scheduling import run_trace
 from octavo.bench.throughput import measure_machine, peak_memory, rows_of
 from octavo.bench.views import Result, ResultTable, ResultView
 from octavo.bench.workloads import HardwareRates, limit_seconds, uniform
@@ -62,7 +62,7 @@ def measure_rows(
         token_gaps = list[float]()
         run_seconds = list[float]()
         for round_index in range(1 + repeat):
-            report = play(llm, trace, llm.schedule)
+            report = run_trace(llm, trace, llm.schedule)
             if round_index:
                 first_tokens += report.first_token.values()
                 token_gaps += report.gaps

@@ -1,6 +1,6 @@
 """Measures scheduling on a model in real time: batching modes, and priority under full load.
 
-Both play requests of random tokens at set times (octavo.core.simulate.replay) and count the tokens
+Both run requests of random tokens at set times (octavo.core.simulate.replay) and count the tokens
 that arrive.
 """
 
@@ -25,7 +25,7 @@ MIN_LOADED = 0.95  # share of urgent requests that must arrive while all batch s
 SPARE_WORK = 1.3
 
 
-def play(llm: LLM, trace: list[TraceEntry], schedule: ScheduleConfig) -> Report:
+def run_trace(llm: LLM, trace: list[TraceEntry], schedule: ScheduleConfig) -> Report:
     requests, _ = requests_of(trace, llm.config.vocab_size)
     report = replay(llm.new_engine(schedule), requests)
     expected_tokens = sum(entry.output for entry in trace)
@@ -40,7 +40,7 @@ def play(llm: LLM, trace: list[TraceEntry], schedule: ScheduleConfig) -> Report:
 # ---- batching modes ------------------------------------------------------------------------------
 
 
-def ragged_trace(
+def mixed_length_trace(
     count: int, shortest: int = 16, longest: int = 512, prompt: int = 32, seed: int = 0
 ) -> list[TraceEntry]:
     """Return requests whose reply lengths are uniform on a logarithmic scale.
@@ -83,10 +83,10 @@ def modes(
 
     The rate is `load` times the capacity of continuous batching.
     """
-    trace = ragged_trace(count, longest=longest)
+    trace = mixed_length_trace(count, longest=longest)
     schedule = replace(llm.schedule, batching="continuous", max_batch=llm.schedule.max_num_seqs)
-    play(llm, trace[: schedule.max_num_seqs], schedule)  # warm-up
-    capacity = count / play(llm, trace, schedule).seconds
+    run_trace(llm, trace[: schedule.max_num_seqs], schedule)  # warm-up
+    capacity = count / run_trace(llm, trace, schedule).seconds
     advance()
     timed_trace = with_arrivals(trace, load * capacity)
     results = []
@@ -94,7 +94,7 @@ def modes(
         # Two windows run side by side.
         batch_limit = max(schedule.max_batch // 2, 1) if mode == "window" else schedule.max_batch
         mode_schedule = replace(schedule, batching=mode, max_batch=batch_limit)
-        report = play(llm, timed_trace, mode_schedule)
+        report = run_trace(llm, timed_trace, mode_schedule)
         results.append({"batching": mode, **report.summary()})
         advance()
     tokens_per_second = {result["batching"]: result["tok_s"] for result in results}
@@ -163,8 +163,8 @@ def priority(
     ranked = replace(fcfs, policy="priority")
     urgent = TraceEntry(0.0, load.prompt, 8, priority=URGENT_PRIORITY)
     warm_up = background_trace(llm.schedule.max_num_seqs, load.longest, 8)
-    play(llm, warm_up, ranked)
-    idle_runs = [play(llm, [urgent], fcfs) for _ in range(3 + min(load.high, 30))]
+    run_trace(llm, warm_up, ranked)
+    idle_runs = [run_trace(llm, [urgent], fcfs) for _ in range(3 + min(load.high, 30))]
     idle = [report.first_token["0"] for report in idle_runs[3:]]
     advance()
     gap = URGENT_GAP * percentile(idle, 50)
@@ -175,12 +175,14 @@ def priority(
     while True:
         background = background_trace(count, load.longest, load.output)
         trace = background + [replace(urgent, arrival=arrival) for arrival in arrivals]
-        ranked_summary = _urgent_summary(play(llm, trace, ranked), background, arrivals, ranked)
+        ranked_summary = _urgent_summary(
+            run_trace(llm, trace, ranked), background, arrivals, ranked
+        )
         if load.low is not None or ranked_summary["loaded"] >= MIN_LOADED:
             break
         count *= 2
     advance()
-    fcfs_summary = _urgent_summary(play(llm, trace, fcfs), background, arrivals, fcfs)
+    fcfs_summary = _urgent_summary(run_trace(llm, trace, fcfs), background, arrivals, fcfs)
     advance()
     idle_ms = {f"ttft_p{quantile}_ms": 1e3 * percentile(idle, quantile) for quantile in (50, 99)}
     return {
@@ -209,7 +211,7 @@ def _background_count(
     """Estimate how many background requests keep all batch slots busy for this time."""
     batch_slots = schedule.max_num_seqs
     sample = background_trace(2 * batch_slots, load.longest, load.output)
-    seconds_each = play(llm, sample, schedule).seconds / len(sample)
+    seconds_each = run_trace(llm, sample, schedule).seconds / len(sample)
     return batch_slots + math.ceil(SPARE_WORK * seconds / seconds_each)
 
 

@@ -52,20 +52,20 @@ def test_more_requests_than_rows_are_refused(octavo: Octavo, tiny: str) -> None:
 
 
 def test_what_warms_up_does_not_count(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, played = LLM(tiny, max_model_len=64, progress=False), []
+    llm, runs = LLM(tiny, max_model_len=64, progress=False), []
 
-    def play(llm: LLM, trace: list[object], schedule: object) -> Report:
-        played.append(len(trace))
-        slow = 100.0 if len(played) == 1 else 1.0
+    def run_trace(llm: LLM, trace: list[object], schedule: object) -> Report:
+        runs.append(len(trace))
+        slow = 100.0 if len(runs) == 1 else 1.0
         return Report(
             seconds=slow,
             first_token={f"{i}": slow * (i + 1) for i in range(len(trace))},
             gaps=[slow, slow * 2],
         )
 
-    monkeypatch.setattr(latency, "play", play)
+    monkeypatch.setattr(latency, "run_trace", run_trace)
     (r,) = latency.measure(llm, [2], prompt=8, output=3, repeat=2)
-    assert played == [2, 2, 2]
+    assert runs == [2, 2, 2]
     assert (r["ttft_p50_ms"], r["ttft_p99_ms"], r["itl_p50_ms"], r["itl_p99_ms"], r["tok_s"]) == (
         1e3,
         2e3,

@@ -24,7 +24,7 @@ Octavo = Callable[..., Result]
 PRIORITY_LOAD = scheduling.PriorityLoad(low=None, high=100, prompt=256, longest=1024, output=128)
 
 
-def test_every_mode_plays_the_same_requests(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
+def test_every_mode_runs_the_same_requests(octavo: Octavo, tiny: str, tmp_path: Path) -> None:
     args = [
         "--requests",
         6,
@@ -86,17 +86,17 @@ def test_there_is_enough_other_work_for_every_urgent_request(
         CacheConfig(16, 20_000, prefix_caching=False),
     )
     llm: Any = SimpleNamespace(schedule=ScheduleConfig(16, 2048, 2048, depth=2))
-    played = []
+    policies = []
 
-    def play(llm: LLM, trace: list[TraceEntry], schedule: ScheduleConfig) -> Report:
-        played.append(schedule.policy)
+    def run_trace(llm: LLM, trace: list[TraceEntry], schedule: ScheduleConfig) -> Report:
+        policies.append(schedule.policy)
         return simulate(trace, costs, cache, schedule)
 
-    monkeypatch.setattr(scheduling, "play", play)
+    monkeypatch.setattr(scheduling, "run_trace", run_trace)
     monkeypatch.setattr(scheduling, "SPARE_WORK", spare)
     r = scheduling.priority(llm, PRIORITY_LOAD)
     assert r["priority"]["loaded"] >= scheduling.MIN_LOADED and r["depth"] == 1
-    assert (played.count("priority") == 3) == (spare > 1), (
+    assert (policies.count("priority") == 3) == (spare > 1), (
         "a warm-up, a guess, and again if it was too low"
     )
     assert (
@@ -108,7 +108,7 @@ def test_there_is_enough_other_work_for_every_urgent_request(
 
 
 def test_replies_are_ragged_and_arrivals_random() -> None:
-    trace = scheduling.with_arrivals(scheduling.ragged_trace(2000), requests_per_second=10.0)
+    trace = scheduling.with_arrivals(scheduling.mixed_length_trace(2000), requests_per_second=10.0)
     outputs = [entry.output for entry in trace]
     assert min(outputs) == 16 and max(outputs) > 500
     assert 0.3 < sum(n < 50 for n in outputs) / 2000 < 0.36, (
@@ -123,4 +123,4 @@ def test_tokens_that_did_not_arrive_are_not_counted(
     llm = LLM(tiny, progress=False, max_num_seqs=2)
     monkeypatch.setattr(scheduling, "replay", lambda engine, asked: Report(tokens=1))
     with pytest.raises(OctavoError, match="1 of 16 tokens arrived"):
-        scheduling.play(llm, scheduling.ragged_trace(1, 16, 16), llm.schedule)
+        scheduling.run_trace(llm, scheduling.mixed_length_trace(1, 16, 16), llm.schedule)
