@@ -1,4 +1,4 @@
-"""Joins the metrics of several processes into one text, with a label that names the process."""
+"""Joins the metrics of several replicas into one text, in which the label `replica` names each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MergedMetrics:
 
 
 def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
-    """Return the metrics of all processes. `texts` has the metrics of each by its name."""
+    """Return the metrics of all replicas. `texts` has the metrics of each by its name."""
     merged: dict[str, Metric] = {}
     for name, text in texts.items():
         for family in text_string_to_metric_families(text.decode()):

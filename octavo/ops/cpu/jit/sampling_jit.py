@@ -42,6 +42,7 @@ def mask_of_candidates(
     `best`."""
 
     def hash_lanes(bits: Value) -> Value:
+        # The shifts and constants are those of _mix in octavo/ops/reference.py.
         bits = (bits ^ (bits >> 16)) * 0x7FEB352D
         bits = (bits ^ (bits >> 15)) * (0x846CA68B - 2**32)
         return bits ^ (bits >> 16)
@@ -79,13 +80,13 @@ def largest_of(emitter: Emitter, logits: Value, vectors: Value) -> Value:
     """Return the largest of LANES * vectors logits, or NaN if there is one."""
     largest = emitter.variable(emitter.constant(FLOATS, -math.inf))
     # NaN minus itself is NaN, and so is infinity minus itself: only NaN is wanted.
-    broken = emitter.variable(emitter.constant(FLOATS, 0.0))
+    nan_found = emitter.variable(emitter.constant(FLOATS, 0.0))
     with emitter.loop(vectors) as index:
         vector = emitter.load(logits + index * (4 * LANES), FLOATS)
         is_nan = Value(emitter, emitter.builder.fcmp_unordered("uno", vector.llvm, vector.llvm))
-        broken.set(emitter.select(is_nan, vector, broken.get()))
+        nan_found.set(emitter.select(is_nan, vector, nan_found.get()))
         largest.set(emitter.maximum(largest.get(), vector))
-    return emitter.largest(largest.get()) + emitter.total(broken.get())
+    return emitter.largest(largest.get()) + emitter.total(nan_found.get())
 
 
 @intrinsic(INT, POINTER, FLOAT)
@@ -132,7 +133,7 @@ def noise_key_of(seed_low: int, seed_high: int, position: int) -> int:
 
 @inner
 def hash_bits(bits: int) -> int:
-    """Hash an unsigned 32-bit number as _mix of the reference does."""
+    """Hash an unsigned 32-bit number as _mix in octavo/ops/reference.py does."""
     bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     return bits ^ (bits >> 16)
