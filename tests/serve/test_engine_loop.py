@@ -146,7 +146,7 @@ def test_a_request_that_nobody_follows_is_told_of_when_it_begins_and_when_it_end
     (_, every, steps), (loop, few, same) = told(False), told(True)
     assert len(every) == 20 and len(few) == 4 and [len(out.tokens) for out in few[:2]] == [1, 1]
     assert all(said(few, i) == said(every, i) and len(said(few, i)) == 10 for i in (0, 1))
-    assert [out.finish_reason for out in few[2:]] == ["length", "length"] and not loop.unsent_tokens
+    assert [out.finish_reason for out in few[2:]] == ["length", "length"] and not loop.held_tokens
     assert steps == same, "no step is lost to the metrics"
 
 
@@ -157,9 +157,9 @@ def test_an_abort_forgets_what_was_kept_back() -> None:
     told = sum(
         len(out.tokens) for news in sent if isinstance(news, StepOutputs) for out in news.outputs
     )
-    assert not loop.unsent_tokens and told == 1
+    assert not loop.held_tokens and told == 1
     assert (
-        sum(news.unsent_tokens for news in sent if isinstance(news, StepOutputs)) >= 3
+        sum(news.discarded_tokens for news in sent if isinstance(news, StepOutputs)) >= 3
     )  # counted all the same
 
 

@@ -151,7 +151,7 @@ class StepOutputs(msgspec.Struct, tag=True, array_like=True):
     outputs: list[Output]
     admitted: list[tuple[str, float]]  # The ids of the admitted requests, and the times.
     steps: list[int] = []  # The number of tokens of each step since the last message.
-    unsent_tokens: int = 0  # Tokens of aborted requests that were generated but never sent.
+    discarded_tokens: int = 0  # Tokens of aborted requests that were generated but never sent.
     # Seconds that the longest step in flight or about to start may take, or 0 if it is not long.
     step_seconds: float = 0.0
     saturated: bool = False  # Requests wait for batch slots, blocks or a batch.

@@ -109,14 +109,14 @@ class EngineLoop:
         check_interval: float = 0.0,
         seconds_per_token: float = 0.0,
         kv_publisher: KVPublisher | None = None,
-        stream: EventStream | None = None,
+        event_stream: EventStream | None = None,
     ):
         """Create the loop.
 
         `check_interval` is the number of seconds between two checks of the scheduler's invariants,
         and 0 turns the checks off. `seconds_per_token` is the time of a prompt token on the slowest
-        supported machine. `kv_publisher` is None if KV events are not published. `stream` is the
-        event stream, which may be recorded already.
+        supported machine. `kv_publisher` is None if KV events are not published. `event_stream` may
+        be recorded already.
         """
         self.engine = engine
         self.kv_publisher = kv_publisher
@@ -129,11 +129,11 @@ class EngineLoop:
         # The requests whose guide is being compiled, by their id.
         self.compiling: dict[str, tuple[Add, Compilation]] = {}
         # For requests that are not streamed: the tokens of each sequence after its first one.
-        self.unsent_tokens: dict[str, dict[int, list[int]]] = {}
+        self.held_tokens: dict[str, dict[int, list[int]]] = {}
         token_budget = engine.scheduler.schedule.max_num_batched_tokens
         self.step_counts = StepCounts(engine.events, token_budget)
         self.long_steps = LongSteps(engine.events, seconds_per_token, self._announce_long_step)
-        self.stream = EventStream(engine) if stream is None else stream
+        self.event_stream = EventStream(engine) if event_stream is None else event_stream
         self.watched = False  # True means that a live page is open.
         # Lines were dropped because the front process did not read. It needs a snapshot.
         self.dropped_lines = False
@@ -208,21 +208,21 @@ class EngineLoop:
                 self.kv_publisher.flush()  # An idle engine has no next step that would flush it.
 
     def _abort(self, request_ids: list[str]) -> None:
-        num_unsent = 0
+        num_discarded = 0
         for request_id in request_ids:
             if self.compiling.pop(request_id, None) is not None:
                 self._report_refusal(request_id, COMPILATION_ABORTED)
-            num_unsent += sum(map(len, self.unsent_tokens.pop(request_id, {}).values()))
+            num_discarded += sum(map(len, self.held_tokens.pop(request_id, {}).values()))
             self.engine.abort(request_id)
         is_idle = self.engine.idle and not self.compiling
         was_saturated = self.saturated
         self.saturated = self.saturated and not is_idle
-        if num_unsent or was_saturated != self.saturated:
+        if num_discarded or was_saturated != self.saturated:
             self.link.send(
                 StepOutputs(
                     [],
                     [],
-                    unsent_tokens=num_unsent,
+                    discarded_tokens=num_discarded,
                     step_seconds=self.step_seconds,
                     saturated=self.saturated,
                 )
@@ -260,7 +260,7 @@ class EngineLoop:
             if self.tracer is not None:
                 self.tracer.expected.discard(message.id)
         if message.send_at_end:
-            self.unsent_tokens[message.id] = {}
+            self.held_tokens[message.id] = {}
         return True
 
     def _add_compiled(self) -> None:
@@ -283,10 +283,10 @@ class EngineLoop:
         """Send the outputs of a step, and changes of state that the front process needs."""
         admitted = self.step_counts.take_admitted()
         if self.engine.idle:
-            self.stream.flush()
+            self.event_stream.flush()
         if self.dropped_lines and not self.link.has_unsent.is_set():
-            self.stream.add_snapshot()
-        if self.unsent_tokens:
+            self.event_stream.add_snapshot()
+        if self.held_tokens:
             outputs = [output for output in outputs if self._is_sent_now(output)]
         sent_before = (self.step_seconds, self.saturated)
         self.step_seconds = self.long_steps.longest
@@ -324,9 +324,9 @@ class EngineLoop:
             self.watched = on
             self.dropped_lines = False
             if on:
-                self.stream.open(self._send_lines)
+                self.event_stream.open(self._send_lines)
             else:
-                self.stream.close(self._send_lines)
+                self.event_stream.close(self._send_lines)
 
     def _send_lines(self, lines: bytes, is_start: bool) -> None:
         """Send lines of the event stream, unless the front process does not read.
@@ -346,14 +346,14 @@ class EngineLoop:
             change_settings(self.engine.scheduler, changes)
         except InvalidRequest as invalid:
             error = str(invalid)
-        self.stream.flush()
+        self.event_stream.flush()
         self.link.send(SettingsReply(error))
 
     def _report_refusal(self, request_id: str, reason: str) -> None:
         events = self.engine.events
         if RequestRefused in events.listeners:
             events.emit(RequestRefused(request_id, reason))
-            self.stream.flush()
+            self.event_stream.flush()
 
     def _is_sent_now(self, output: Output) -> bool:
         """Return whether an output is sent now.
@@ -361,7 +361,7 @@ class EngineLoop:
         If a request is not streamed, its tokens are sent with its last output, because a message
         for each token would be most of its cost.
         """
-        tokens_by_index = self.unsent_tokens.get(output.request_id)
+        tokens_by_index = self.held_tokens.get(output.request_id)
         if tokens_by_index is None:
             return True
         if output.finish_reason is None:
@@ -375,7 +375,7 @@ class EngineLoop:
             not tokens_by_index
             and output.request_id not in self.engine.scheduler.sequences_by_request
         ):
-            del self.unsent_tokens[output.request_id]
+            del self.held_tokens[output.request_id]
         return True
 
     def _check(self) -> None:
@@ -663,11 +663,11 @@ def main(end: str, stacks: int) -> int:
         smoke_test(llm.engine)
         llm.warm_up()
         kv_publisher = open_kv_publisher(start, llm.engine)
-        stream = llm.streams.stream_of(llm.engine)
+        event_stream = llm.streams.stream_of(llm.engine)
         sources = server_sources().items()
-        stream.about["server_sources"] = {key: source._asdict() for key, source in sources}
+        event_stream.about["server_sources"] = {key: source._asdict() for key, source in sources}
         if start.options.record_events is not None:
-            stream.open(EventRecorder(start.options.record_events))
+            event_stream.open(EventRecorder(start.options.record_events))
     except OctavoError as error:
         link.send(EngineFailed(str(error)))
         link.close()
@@ -679,7 +679,7 @@ def main(end: str, stacks: int) -> int:
         check_interval=start.check_interval,
         seconds_per_token=slowest_token(llm),
         kv_publisher=kv_publisher,
-        stream=stream,
+        event_stream=event_stream,
     )
     loop.alive = lambda: device_alive(llm)
     if llm.ranks is not None:

@@ -409,7 +409,8 @@ class EngineClient:
 
     def _send(self, call: Call, timeout: float | None) -> None:
         if not self.open_requests:
-            self.supervisor.progress = time.monotonic()  # The watchdog counts from this time.
+            # The watchdog counts from this time.
+            self.supervisor.last_progress_at = time.monotonic()
         on_sent: Callable[[], None] | None = None
         for index, request in enumerate(call.requests):
             self.open_requests[request.id] = OpenRequest(call, index)
@@ -589,7 +590,7 @@ class EngineClient:
             # The queue was empty, so no turn is scheduled that would process these outputs.
             self._process_outputs()
         tokens_sent = sum(len(output.tokens) for output in message.outputs)
-        self.metrics.generated_tokens(tokens_sent + message.unsent_tokens)
+        self.metrics.generated_tokens(tokens_sent + message.discarded_tokens)
 
     def _receive_refusal(self, message: Refused) -> None:
         refused = self.open_requests.get(message.id)

@@ -74,7 +74,7 @@ class Supervisor:
         self.loaded: Loaded | None = None
         self.heartbeat = Heartbeat()
         # The last time when the engine made progress or was idle.
-        self.progress = time.monotonic()
+        self.last_progress_at = time.monotonic()
         # The time by which the current step should end, as estimated by the engine.
         self.step_deadline = 0.0
         self.stalled = False
@@ -224,14 +224,14 @@ class Supervisor:
         now = time.monotonic()
         if isinstance(message, Heartbeat):
             if message.steps != self.heartbeat.steps or not self.open_requests():
-                self.progress = now
+                self.last_progress_at = now
             self.heartbeat = message
         elif isinstance(message, Phase):
             self._enter(message.name, message.fraction)
         elif isinstance(message, EngineFailed):
             self.failure = message.message
         elif not isinstance(message, EventLines):
-            self.progress = now
+            self.last_progress_at = now
             if isinstance(message, StepOutputs):
                 # A request ends after request_timeout at the latest, so a longer step is useless.
                 self.step_deadline = now + min(message.step_seconds, self.config.request_timeout)
@@ -251,7 +251,7 @@ class Supervisor:
             self.phase_started = now
         self.phase = phase
         self.fraction = fraction
-        self.progress = now
+        self.last_progress_at = now
 
     # ---- the watchdog ----------------------------------------------------------------------------
 
@@ -269,8 +269,8 @@ class Supervisor:
             # If this process did not run, the engine may not have run either: both were stopped.
             overslept = time.monotonic() - slept_at - interval
             if overslept > interval:
-                self.progress += overslept
-            stalled_seconds = time.monotonic() - max(self.progress, self.step_deadline)
+                self.last_progress_at += overslept
+            stalled_seconds = time.monotonic() - max(self.last_progress_at, self.step_deadline)
             if self.phase != "ready" or stalled_seconds < self.config.stall_dump:
                 self.stalled = False
                 dumped = False
