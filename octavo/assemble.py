@@ -123,7 +123,7 @@ class ModelFacts:
             dtype=dtype_name(model.dtype),
             kv_dtype=dtype_name(model.kv_dtype),
             kv_dtypes=tuple(dtype_name(dtype) for dtype in model.ops.kv_dtypes(model.dtype)),
-            moves_keys=model.angles(0) is not None,
+            moves_keys=model.rope_table_for_shift(0) is not None,
             draft=None if drafter is None else DraftFacts.of(drafter),
         )
 

@@ -267,7 +267,7 @@ class CausalLM(nn.Module):
         truncated.layers = nn.ModuleList(islice(cast("nn.ModuleList", self.layers), count))
         return truncated
 
-    def angles(self, layer: int) -> Tensor | None:
+    def rope_table_for_shift(self, layer: int) -> Tensor | None:
         """Return the rope table that this layer's cached keys are rotated by.
 
         The table is cos_sin [max_position, 2, D / 2]. None means that the position of a cached key

@@ -245,7 +245,9 @@ class Decoder(CausalLM):
             if batch.captured is not None and layer_index in self.captured_layers:
                 batch.captured[:, self.captured_layers.index(layer_index)] = hidden
             last = batch.last if layer_index == len(self.layers) - 1 else None
-            hidden = layer(hidden, batch, kv_cache[:, layer_index], self.table(layer_index), last)
+            hidden = layer(
+                hidden, batch, kv_cache[:, layer_index], self.rope_table_of(layer_index), last
+            )
         if batch.watched is not None and self.config.part is not None:
             self._average_mass(batch.watched, self.config.part.query)
         return self.ops.rms_norm(hidden, self.norm, self.config.norm_eps), None
@@ -325,7 +327,7 @@ class Decoder(CausalLM):
         """Return the decoder as data."""
         config = self.config
         layers = [
-            layer.spec(self.table(layer_index))
+            layer.spec(self.rope_table_of(layer_index))
             for layer_index, layer in enumerate(cast("Iterable[TransformerLayer]", self.layers))
         ]
         return DecoderSpec(
@@ -341,18 +343,18 @@ class Decoder(CausalLM):
             head=(self.head or self.embed).weight,
         )
 
-    def table(self, layer: int) -> Tensor:
+    def rope_table_of(self, layer: int) -> Tensor:
         """Return the cosines and sines that this layer rotates by."""
         uses_local_rope = self.local_rope is not None and self.config.window(layer)
         return cast("Tensor", self.local_rope if uses_local_rope else self.rope)
 
-    def angles(self, layer: int) -> Tensor | None:
+    def rope_table_for_shift(self, layer: int) -> Tensor | None:
         """Return the rope table of a layer, or None for dynamic scaling.
 
         Its frequencies depend on the position, so a key cannot be moved by a fixed angle.
         """
         is_dynamic = self.config.rope.scaling.get("rope_type") == "dynamic"
-        return None if is_dynamic else self.table(layer)
+        return None if is_dynamic else self.rope_table_of(layer)
 
     @classmethod
     def parse_config(cls, hf_config: dict[str, Any]) -> ModelConfig:

@@ -403,13 +403,14 @@ class Runner:
         """
         kv = self.kv.view
         assert isinstance(kv, Tensor)
-        angles = [self.model.angles(layer) for layer in range(self.model.config.num_layers)]
-        for _, run in groupby(enumerate(angles), key=lambda pair: id(pair[1])):
+        num_layers = self.model.config.num_layers
+        rope_tables = [self.model.rope_table_for_shift(layer) for layer in range(num_layers)]
+        for _, run in groupby(enumerate(rope_tables), key=lambda pair: id(pair[1])):
             layers = [layer for layer, _ in run]
-            layer_angles = angles[layers[0]]
-            assert layer_angles is not None
+            rope_table = rope_tables[layers[0]]
+            assert rope_table is not None
             layer_kv = kv[:, layers[0] : layers[-1] + 1]
-            self.model.ops.shift(layer_kv, blocks, positions, layer_angles)
+            self.model.ops.shift(layer_kv, blocks, positions, rope_table)
 
     # ---- forward and sample ----------------------------------------------------------------------
 
