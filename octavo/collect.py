@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from octavo.params import SamplingParams
-from octavo.text.detokenize import TextStream
+from octavo.text.detokenize import EndCheck, TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import DraftCount, Output, Request, TokenLogprobs
 
-MakeEndCheck = Callable[[], Callable[[str], bool]]  # returns the `is_finished` of a TextStream
 
-
-def is_decoded_at_end(params: SamplingParams, make_end_check: MakeEndCheck | None) -> bool:
+def is_decoded_at_end(
+    params: SamplingParams, make_end_check: Callable[[], EndCheck] | None
+) -> bool:
     """Return whether the text can be decoded once at the end, because no text can end it early."""
     return not (params.stop or make_end_check or params.ranked) and params.logprobs is None
 
@@ -31,15 +31,15 @@ class Collector:
         request: Request,
         prompt: str | None,
         tokenizer: Tokenizer | None,
-        make_end_check: MakeEndCheck | None = None,
+        make_end_check: Callable[[], EndCheck] | None = None,
     ):
         self.request = request
         self.prompt = prompt
         self.tokenizer = tokenizer
         params = request.params
         # These are all candidates. `best` selects those that the request asks for.
-        self.outputs = [CompletionOutput(index, "", []) for index in range(params.completions)]
-        for completion in self.outputs:
+        self.completions = [CompletionOutput(index, "", []) for index in range(params.completions)]
+        for completion in self.completions:
             if params.logprobs is not None:
                 completion.logprobs = []
             if params.ranked or params.logprobs is not None:
@@ -49,7 +49,7 @@ class Collector:
             TextStream(
                 text_tokenizer, params, make_end_check() if make_end_check is not None else None
             )
-            for _ in self.outputs
+            for _ in self.completions
         ]
         self.metrics = RequestMetrics(request.arrival)
         self.cached = 0  # prompt tokens found in the prefix cache
@@ -59,7 +59,7 @@ class Collector:
         self.error: str | None = None
         # A caller that streams the reply sets a list, and new pieces are appended to it.
         self.pieces: list[CompletionOutput] | None = None
-        self.open_completions = len(self.outputs)
+        self.open_completions = len(self.completions)
         self.decodes_at_end = is_decoded_at_end(params, make_end_check)
 
     @property
@@ -72,7 +72,7 @@ class Collector:
         Return True if the text ended at a stop string or after a complete tool call, so that the
         engine should end the sequence.
         """
-        completion = self.outputs[output.index]
+        completion = self.completions[output.index]
         if self._can_postpone(output):
             completion.token_ids += output.tokens
             return False
@@ -118,7 +118,7 @@ class Collector:
 
     def _decode(self, output: Output) -> CompletionOutput:
         """Return the new part of a completion."""
-        completion = self.outputs[output.index]
+        completion = self.completions[output.index]
         stream = self.streams[output.index]
         shown_ids = output.tokens
         if output.finish_reason == "stop" and not self.request.params.include_stop_str_in_output:
@@ -181,13 +181,13 @@ class Collector:
     def best(self) -> list[CompletionOutput]:
         """Return the n best of best_of completions by mean log-probability, the best first."""
         count = self.request.params.n
-        if len(self.outputs) == count:
-            return self.outputs
+        if len(self.completions) == count:
+            return self.completions
 
         def mean_logprob(completion: CompletionOutput) -> float:
             return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)
 
-        ranked = sorted(self.outputs, key=mean_logprob, reverse=True)
+        ranked = sorted(self.completions, key=mean_logprob, reverse=True)
         return [replace(completion, index=index) for index, completion in enumerate(ranked[:count])]
 
     @property
@@ -197,7 +197,7 @@ class Collector:
         A stop string may have cut off drafts that were accepted.
         """
         return sum(
-            min(count.accepted, len(self.outputs[index].token_ids))
+            min(count.accepted, len(self.completions[index].token_ids))
             for index, count in self.drafts.items()
         )
 

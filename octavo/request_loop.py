@@ -114,7 +114,7 @@ class RequestLoop:
         for request_id, collector in self.collectors.items():
             pieces = collector.pieces or []
             ended = {piece.index for piece in pieces if piece.finish_reason is not None}
-            for index, completion in enumerate(collector.outputs):
+            for index, completion in enumerate(collector.completions):
                 if completion.finish_reason is None and index not in ended:
                     failed = Output(
                         request_id,

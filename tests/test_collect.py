@@ -35,15 +35,15 @@ def test_later_is_the_same_as_as_it_comes(tokenizer: Tokenizer, reason: str, inc
     ids = tokenizer.encode(TEXT)  # a byte each: characters come in pieces
     whole = collect(tokenizer, ids, False, reason, include_stop_str_in_output=include)
     followed = collect(tokenizer, ids, True, reason, include_stop_str_in_output=include)
-    assert whole.outputs[0].token_ids == followed.outputs[0].token_ids == ids
+    assert whole.completions[0].token_ids == followed.completions[0].token_ids == ids
     assert (
-        whole.outputs[0].text
-        == followed.outputs[0].text
+        whole.completions[0].text
+        == followed.completions[0].text
         == (TEXT if reason == "length" or include else TEXT[:-1])
     )
     assert (
         followed.pieces is not None
-        and "".join(piece.text for piece in followed.pieces) == followed.outputs[0].text
+        and "".join(piece.text for piece in followed.pieces) == followed.completions[0].text
     )
     assert (
         whole.finished
@@ -56,4 +56,4 @@ def test_a_stop_string_is_found_in_a_reply_that_is_not_streamed(tokenizer: Token
     request = Request("r", [1], SamplingParams(max_tokens=99, stop=["and"]))
     collector = Collector(request, None, tokenizer)
     met = [collector.add(Output("r", 0, [id])) for id in tokenizer.encode("this and that")[:8]]
-    assert met == [False] * 7 + [True] and collector.outputs[0].text == "this "
+    assert met == [False] * 7 + [True] and collector.completions[0].text == "this "

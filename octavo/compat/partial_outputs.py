@@ -40,7 +40,7 @@ class PartialReply:
         return [
             replace(completion, text=stream.text, token_ids=list(completion.token_ids))
             for completion, stream in zip(
-                self.collector.outputs, self.collector.streams, strict=True
+                self.collector.completions, self.collector.streams, strict=True
             )
         ]
 

@@ -294,6 +294,10 @@ def _borders(pattern: str) -> list[int]:
     return borders
 
 
+# Gets each piece of new text, and returns whether the text ends there.
+EndCheck = Callable[[str], bool]
+
+
 class TextStream:
     """The text of one generated sequence. Without a tokenizer the text stays empty."""
 
@@ -301,18 +305,17 @@ class TextStream:
         self,
         tokenizer: Tokenizer | None,
         params: SamplingParams,
-        is_finished: Callable[[str], bool] | None = None,
+        end_check: EndCheck | None = None,
     ):
-        """`is_finished` gets each piece of new text and returns whether the text ends there."""
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, continuing=True)
         self._stop_checker = StopChecker(list(params.stop or []), params.include_stop_str_in_output)
-        self._is_finished = is_finished
-        self._searching = bool(params.stop) or is_finished is not None
+        self._end_check = end_check
+        self._searching = bool(params.stop) or end_check is not None
         self._min_tokens = params.min_tokens
         self._text_parts: list[str] = []
-        self.ended = False  # True after a stop string, or if `is_finished` has ended the text
+        self.ended = False  # True after a stop string, or if `end_check` has ended the text
         self.tokens_used = 0  # ids up to and including the one that ended the text
 
     @property
@@ -351,6 +354,6 @@ class TextStream:
         if may_finish:
             text, stop_string = self._stop_checker.push(text)
             self.ended = stop_string is not None
-        if self._is_finished is not None and self._is_finished(text) and may_finish:
+        if self._end_check is not None and self._end_check(text) and may_finish:
             self.ended = True
         return text

@@ -51,7 +51,7 @@ def spoil_many(encode_many: Any) -> Any:
 
 def spoil_text(add: Any) -> Any:
     def faulty(self: Collector, out: Output) -> bool:
-        had = len(self.outputs[0].token_ids)
+        had = len(self.completions[0].token_ids)
         if self.request.prompt[:2] == [17, 17] and had <= 3 < had + len(out.tokens):
             raise Panic("a secret: /etc/passwd")
         found: bool = add(self, out)

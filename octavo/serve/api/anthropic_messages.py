@@ -333,7 +333,7 @@ def usage(collector: Collector) -> dict[str, int]:
         "input_tokens": len(collector.request.prompt) - collector.cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": collector.cached,
-        "output_tokens": sum(len(output.token_ids) for output in collector.outputs),
+        "output_tokens": sum(len(output.token_ids) for output in collector.completions),
     }
 
 

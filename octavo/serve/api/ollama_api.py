@@ -300,7 +300,7 @@ def final_counts(collector: Collector, completion: CompletionOutput) -> dict[str
         "load_duration": 0,
         "prompt_eval_count": len(collector.request.prompt),
         "prompt_eval_duration": int((first - times.arrival_time) * SECOND),
-        "eval_count": sum(len(output.token_ids) for output in collector.outputs),
+        "eval_count": sum(len(output.token_ids) for output in collector.completions),
         "eval_duration": int((finished - first) * SECOND),
     }
 

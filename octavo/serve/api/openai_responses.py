@@ -445,14 +445,14 @@ class ResponseWriter:
     def _add_messages(self, collector: Collector) -> None:
         """Add the texts and the token ids of the prompt and of the reply, as vLLM does."""
         prompt = prompt_text(self._tokenizer, collector)
-        reply = [id for output in collector.outputs for id in output.token_ids]
+        reply = [id for output in collector.completions for id in output.token_ids]
         text = self._tokenizer.decode(reply, skip_special_tokens=False)
         self.response["input_messages"] = [raw_message(prompt, collector.request.prompt)]
         self.response["output_messages"] = [raw_message(text, reply)]
 
     def _usage(self, collector: Collector) -> dict[str, Any]:
         prompt = len(collector.request.prompt)
-        ids = [id for output in collector.outputs for id in output.token_ids]
+        ids = [id for output in collector.completions for id in output.token_ids]
         reasoning = 0
         if any(item["type"] == "reasoning" for item in self._output):
             reasoning = reasoning_tokens(self._tokenizer, ids)

@@ -91,7 +91,7 @@ def prompt_text(tokenizer: Tokenizer, collector: Collector) -> str:
 def usage_of(collectors: list[Collector], generated: int | None = None) -> dict[str, Any]:
     prompt = sum(len(c.request.prompt) for c in collectors)
     if generated is None:
-        generated = sum(len(o.token_ids) for c in collectors for o in c.outputs)
+        generated = sum(len(o.token_ids) for c in collectors for o in c.completions)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +21,7 @@ from octavo.serve.api.protocol import ChatRequest
 from octavo.serve.api.validate import ignore
 from octavo.serve.limits import Limits
 from octavo.text.chat import select_template
+from octavo.text.detokenize import EndCheck
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_calls import ToolParser
 from octavo.text.tool_detect import detect_format, guess_format
@@ -81,8 +81,8 @@ class ToolUse:
         schemas = {function["name"]: function.get("parameters") for function in functions}
         return make_parser(self.format, schemas, self.parallel)
 
-    def first_call(self) -> Callable[[str], bool]:
-        """Return a function that receives text in pieces and returns whether a call is complete."""
+    def make_end_check(self) -> EndCheck:
+        """Return an end check that ends the text when a call is complete."""
         parser = self.parser()
 
         def is_complete(text: str) -> bool:

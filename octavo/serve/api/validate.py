@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from octavo.collect import MakeEndCheck
 from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
 from octavo.params import RepetitionDetectionParams, SamplingParams
 from octavo.serve.api import structured_output
@@ -25,6 +24,7 @@ from octavo.serve.api.protocol import (
 from octavo.serve.api.request_fields import FIELDS, IGNORED, REFUSED, Field
 from octavo.serve.channel.messages import Loaded
 from octavo.serve.limits import Limits
+from octavo.text.detokenize import EndCheck
 from octavo.types import Request
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Prepared:
     timeout: float | None  # seconds
     headers: dict[str, str] = field(default_factory=dict)  # The headers of the reply.
     structure_field: str | None = None  # The field that contains the spec of structured output.
-    make_end_check: MakeEndCheck | None = None  # It ends a reply by its content.
+    make_end_check: Callable[[], EndCheck] | None = None  # It ends a reply by its content.
 
 
 # ---- checks before the prompt --------------------------------------------------------------------

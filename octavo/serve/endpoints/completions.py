@@ -322,7 +322,7 @@ async def prepare_chat(
     if shape.tools is not None and shape.tools.grammar is not None:
         prepared.structure_field = "tools"
     if shape.tools is not None and not shape.tools.parallel:
-        prepared.make_end_check = shape.tools.first_call
+        prepared.make_end_check = shape.tools.make_end_check
     return prepared, shape
 
 

@@ -97,7 +97,7 @@ class OpenRequest(NamedTuple):
         request = collector.request
         state = "waiting"
         if request.id not in self.call.engine_client.queue_bound.waiting:
-            counts = [len(output.token_ids) for output in collector.outputs]
+            counts = [len(output.token_ids) for output in collector.completions]
             state = f"generated {counts}"
         return f"{request.id}: {len(request.prompt)} prompt tokens, {state}"
 
@@ -164,7 +164,7 @@ class Call:
         count = 0
         for collector in self.collectors:
             count += len(collector.request.prompt)
-            count += sum(len(output.token_ids) for output in collector.outputs)
+            count += sum(len(output.token_ids) for output in collector.completions)
         return count
 
     # ---- methods for the transport ---------------------------------------------------------------
@@ -253,7 +253,7 @@ class Call:
         text. The caller must then stop it in the engine, which does not know the text.
         """
         collector = self.collectors[prompt_index]
-        if collector.outputs[output.index].finish_reason is not None:
+        if collector.completions[output.index].finish_reason is not None:
             # The engine generated this output before it received the Stop message.
             return None
         if output.finish_reason in ("error", "abort"):

@@ -669,7 +669,7 @@ class Metrics:
                 continue
             # 499 means that the client disconnected or cancelled the request.
             reason = "error" if call.error and call.error.status != 499 else "abort"
-            for completion in collector.outputs:
+            for completion in collector.completions:
                 self.success[completion.finish_reason or reason].inc()
             if (
                 collector.finished
@@ -691,7 +691,7 @@ class Metrics:
 
     def _record_lengths(self, collector: Collector) -> int:
         """Record the lengths of a finished request. Return the length of its longest sequence."""
-        lengths = [len(completion.token_ids) for completion in collector.outputs]
+        lengths = [len(completion.token_ids) for completion in collector.completions]
         for length in lengths:
             self.reply_lengths.observe(length)
         longest = max(lengths)

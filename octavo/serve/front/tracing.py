@@ -245,8 +245,8 @@ def engine_attributes(message: RequestSpans) -> Attributes:
 
 def reply_attributes(model: str, collector: Collector) -> Attributes:
     prompt_tokens = len(collector.request.prompt)
-    output_tokens = sum(len(output.token_ids) for output in collector.outputs)
-    reasons = [output.finish_reason for output in collector.outputs if output.finish_reason]
+    output_tokens = sum(len(output.token_ids) for output in collector.completions)
+    reasons = [output.finish_reason for output in collector.completions if output.finish_reason]
     times = collector.metrics
     attributes: Attributes = {
         "gen_ai.response.model": model,
@@ -257,7 +257,7 @@ def reply_attributes(model: str, collector: Collector) -> Attributes:
         "gen_ai.usage.cache_read.input_tokens": collector.cached,
         "gen_ai.usage.prompt_tokens": prompt_tokens,
         "gen_ai.usage.completion_tokens": output_tokens,
-        "gen_ai.usage.num_sequences": len(collector.outputs),
+        "gen_ai.usage.num_sequences": len(collector.completions),
     }
     if times.first_token_time is not None:
         first_token_seconds = times.first_token_time - times.arrival_time
