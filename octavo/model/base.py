@@ -183,8 +183,9 @@ class CausalLM(nn.Module):
     embed: Matrix  # token ids [T] -> [T, hidden], without positions
     # Whether the modules are built from config.shares, so that ranks can divide the model.
     supports_tensor_parallel = False
-    # The layers whose input hidden states forward() stores in batch.captured; see capture().
-    captured_layers: tuple[int, ...] = ()
+    # The layers whose input hidden states forward() stores in batch.aux_hidden_states; see
+    # set_aux_hidden_state_layers().
+    aux_hidden_state_layers: tuple[int, ...] = ()
 
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__()
@@ -249,8 +250,8 @@ class CausalLM(nn.Module):
         columns = [self.logits(rows)[:, token_ids] for rows in identity.split(HEAD_CHUNK)]
         return torch.cat(columns).t().contiguous()
 
-    def capture(self, layers: tuple[int, ...]) -> None:
-        """Let forward() store the hidden states before these layers in batch.captured.
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Let forward() store the hidden states before these layers in batch.aux_hidden_states.
 
         A draft head may need them (octavo.model.draft_head).
         """

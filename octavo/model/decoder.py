@@ -231,9 +231,9 @@ class Decoder(CausalLM):
     def _run_layers(self, batch: ForwardBatch, kv_cache: KV) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states, and their logits if the fused call has computed them too."""
         hidden = self.embed(batch.ids)
-        if self.captured_layers:  # a fused call returns no hidden states between layers
-            batch.captured = hidden.new_empty(
-                len(hidden), len(self.captured_layers), hidden.shape[1]
+        if self.aux_hidden_state_layers:  # a fused call returns no hidden states between layers
+            batch.aux_hidden_states = hidden.new_empty(
+                len(hidden), len(self.aux_hidden_state_layers), hidden.shape[1]
             )
         elif self.fused is not None:
             fused_result = self.fused(hidden, batch, kv_cache)
@@ -242,8 +242,8 @@ class Decoder(CausalLM):
             if fused_result is not None:
                 return fused_result
         for layer_index, layer in enumerate(self.layers):
-            if batch.captured is not None and layer_index in self.captured_layers:
-                batch.captured[:, self.captured_layers.index(layer_index)] = hidden
+            if batch.aux_hidden_states is not None and layer_index in self.aux_hidden_state_layers:
+                batch.aux_hidden_states[:, self.aux_hidden_state_layers.index(layer_index)] = hidden
             last = batch.last if layer_index == len(self.layers) - 1 else None
             hidden = layer(
                 hidden, batch, kv_cache[:, layer_index], self.rope_table_of(layer_index), last
@@ -260,13 +260,13 @@ class Decoder(CausalLM):
     def logits(self, hidden: Tensor) -> Tensor:
         return vocabulary_logits(self.head or self.embed, hidden)
 
-    def capture(self, layers: tuple[int, ...]) -> None:
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         if not all(0 <= layer < self.config.num_layers for layer in layers):
             raise ModelError(
                 f"hidden states before layers {list(layers)} are wanted, but the layers of this "
                 f"model are 0 to {self.config.num_layers - 1}"
             )
-        self.captured_layers = layers
+        self.aux_hidden_state_layers = layers
 
     def weight_map(self) -> dict[str, WeightTarget]:
         targets = {
@@ -313,7 +313,7 @@ class Decoder(CausalLM):
         return None if self.config.part is not None else self.ops.fuse(self._spec())
 
     def fuse_step(self) -> FusedStep | None:
-        if self.config.part is not None or self.captured_layers:
+        if self.config.part is not None or self.aux_hidden_state_layers:
             return None
         return self.ops.fuse_step(
             StepSpec(

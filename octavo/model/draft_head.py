@@ -47,7 +47,7 @@ class DraftConfig(ModelConfig):
     """The sizes of a draft head. `vocab_size` is the number of draft tokens, `num_layers` is 1."""
 
     target_vocab_size: int = 0
-    # The layers of the target before which hidden states are captured. Without any, the input is
+    # The layers of the target whose input hidden states the head reads. Without any, the input is
     # the target's final hidden state, after its last norm.
     target_layers: tuple[int, ...] = ()
     owns_head: bool = True  # False: the head uses rows of the target's output head
@@ -98,8 +98,8 @@ class DraftHead(CausalLM):
     def combine(self, target_hidden: Tensor) -> Tensor:
         """Return hidden [T, hidden] for compute() from hidden states of the target.
 
-        They are batch.captured [T, layers, hidden] if config.target_layers is set, and otherwise
-        the final hidden states [T, hidden].
+        They are batch.aux_hidden_states [T, layers, hidden] if config.target_layers is set, and
+        otherwise the final hidden states [T, hidden].
         """
         return target_hidden if self.fc is None else self.fc(target_hidden.flatten(1))
 
@@ -267,7 +267,7 @@ def load_draft_head(source: str | Path, target: CausalLM) -> DraftHead:
     head.attach(target)
     load_weights(head, checkpoint, progress=False)
     if config.target_layers:
-        target.capture(config.target_layers)
+        target.set_aux_hidden_state_layers(config.target_layers)
     return head
 
 
@@ -331,7 +331,7 @@ def parse_draft_config(checkpoint: Checkpoint, target: ModelConfig) -> DraftConf
 
 
 def target_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """Return the layers of the target before which hidden states are captured.
+    """Return the layers of the target whose input hidden states the head reads.
 
     EAGLE's default is one low, one middle and one high layer. SGLang and SpecForge list layers in
     eagle_config and mean the hidden states after them. Speculators lists them at the top level and

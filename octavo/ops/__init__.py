@@ -75,7 +75,7 @@ class ForwardBatch:
     watched: Watched | None = None  # items whose attention mass is measured
     # [T, layers, hidden] The hidden states before some layers. The model sets it if a draft head
     # has asked for them.
-    captured: Tensor | None = None
+    aux_hidden_states: Tensor | None = None
     # Values that a backend derives once from the fields above and every layer reads, such as masks.
     scratch: dict[Any, Any] = field(default_factory=dict)
 

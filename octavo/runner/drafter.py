@@ -93,7 +93,7 @@ class DraftModel:
         """Compute the KV of the step's tokens, including the last draft, which no pass has read."""
         batch = step.batch
         last = None if batch.last is None else replace(batch.last, scratch={})
-        own_batch = replace(batch, last=last, watched=None, captured=None, scratch={})
+        own_batch = replace(batch, last=last, watched=None, aux_hidden_states=None, scratch={})
         self.model(own_batch, self.kv.view)
 
     def draft(self, passes: Sequence[Tensor], max_len: int, batch_slots: BatchSlots) -> None:

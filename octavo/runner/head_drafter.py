@@ -58,7 +58,7 @@ class HeadDrafter:
                 kv_cache=self.kv.view[:, 0],
             )
             return
-        hidden = step.hidden if batch.captured is None else batch.captured
+        hidden = step.hidden if batch.aux_hidden_states is None else batch.aux_hidden_states
         output = self.head.compute(
             self._following_tokens(batch, batch_slots),
             self.kv.view[:, 0],
@@ -111,7 +111,7 @@ class HeadDrafter:
             ids=batch_slots.tokens[token_slots, batch.positions + 1].long().clamp_(min=0),
             last=None,
             watched=None,
-            captured=None,
+            aux_hidden_states=None,
             scratch={},
         )
         if not has_one_token_each:

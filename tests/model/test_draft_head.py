@@ -165,8 +165,8 @@ def target_hidden(target: CausalLM, tokens: list[int], captured: bool) -> Tensor
     final = target(batch, empty_kv(target.config, tables, BLOCK, DEVICE))
     if not captured:
         return final
-    assert batch.captured is not None
-    return batch.captured
+    assert batch.aux_hidden_states is not None
+    return batch.aux_hidden_states
 
 
 def draft_in_chunks(
@@ -277,7 +277,7 @@ def test_captured_states_are_those_before_the_layers_and_change_nothing() -> Non
         layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
         for layer in target.layers  # type: ignore[union-attr]
     ]
-    target.capture((1, 0))
+    target.set_aux_hidden_state_layers((1, 0))
     captured = target_hidden(target, tokens, captured=True)
     for hook in hooks:
         hook.remove()
