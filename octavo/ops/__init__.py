@@ -83,20 +83,21 @@ class ForwardBatch:
 class SamplingColumns(NamedTuple):
     """The sampling parameters of all batch slots, one entry for each slot.
 
-    Likelihood is compared in steps: the distance of a logit from the largest one of its row, times
-    2^26 / temperature, rounded down. Tokens in the same step rank by their id.
+    Likelihood is compared by the distance of a logit from the largest one of its row, in logit
+    units (LOGIT_UNITS_PER_TEMPERATURE), rounded down. Tokens at the same distance rank by their id.
     """
 
     temperature: Tensor  # float32; 0: take the likeliest token
     top_p: Tensor  # float32; 1: off
     top_k: Tensor  # int32; as large as the vocabulary: off
-    max_distance: Tensor  # int32, min-p in steps; MAX_STEPS or more: off
+    max_distance: Tensor  # int32, min-p in logit units; MAX_LOGIT_UNITS or more: off
     seed_low: Tensor  # int32
     seed_high: Tensor  # int32
 
 
-STEPS_PER_TEMPERATURE = 2**26
-MAX_STEPS = 2**31 - 128  # the largest float32 below 2^31; larger distances count as this one
+# A logit unit is the unit in which distances between logits are integers: temperature / 2^26.
+LOGIT_UNITS_PER_TEMPERATURE = 2**26
+MAX_LOGIT_UNITS = 2**31 - 128  # the largest float32 below 2^31; larger distances count as this one
 
 
 class Ops(Protocol):

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops import (
-    MAX_STEPS,
-    STEPS_PER_TEMPERATURE,
+    LOGIT_UNITS_PER_TEMPERATURE,
+    MAX_LOGIT_UNITS,
     ForwardBatch,
     SamplingColumns,
     Watched,
@@ -345,14 +345,14 @@ def keep_likely(logits: Tensor, rows: SamplingColumns) -> Tensor:
 
 def _keep_likely(logits: Tensor, rows: SamplingColumns) -> Tensor:
     distance = logits.amax(1, keepdim=True) - logits
-    steps_per_unit = STEPS_PER_TEMPERATURE / torch.where(
+    units_per_logit = LOGIT_UNITS_PER_TEMPERATURE / torch.where(
         rows.temperature == 0, 1.0, rows.temperature
     )
-    steps = (distance * steps_per_unit[:, None]).clamp(max=MAX_STEPS).nan_to_num(0.0).int()
-    ordered, order = steps.sort(dim=1, stable=True)
+    units = (distance * units_per_logit[:, None]).clamp(max=MAX_LOGIT_UNITS).nan_to_num(0.0).int()
+    ordered, order = units.sort(dim=1, stable=True)
     ranks = torch.arange(logits.shape[1], device=logits.device)[None, :]
     unlikely = (ordered > rows.max_distance[:, None]) | (ranks >= rows.top_k[:, None])
-    weights = (-ordered.double() / STEPS_PER_TEMPERATURE).exp().masked_fill(unlikely, 0.0)
+    weights = (-ordered.double() / LOGIT_UNITS_PER_TEMPERATURE).exp().masked_fill(unlikely, 0.0)
     reached = weights.cumsum(1) - weights >= rows.top_p.double()[:, None] * weights.sum(1)[:, None]
     dropped = unlikely | (reached & (rows.top_p < 1)[:, None])
     dropped[:, 0] = False
@@ -367,7 +367,9 @@ def rows_of(sampling: SamplingColumns, slots: Tensor) -> SamplingColumns:
 
 def is_filtered(rows: SamplingColumns, vocab_size: int) -> Tensor:
     """Return which rows are sampled with min-p, top-k or top-p [R] (bool)."""
-    has_filter = (rows.top_k < vocab_size) | (rows.top_p < 1) | (rows.max_distance < MAX_STEPS)
+    has_filter = (
+        (rows.top_k < vocab_size) | (rows.top_p < 1) | (rows.max_distance < MAX_LOGIT_UNITS)
+    )
     return has_filter & (rows.temperature > 0)
 
 

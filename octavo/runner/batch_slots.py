@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops import STEPS_PER_TEMPERATURE, SamplingColumns
+from octavo.ops import LOGIT_UNITS_PER_TEMPERATURE, SamplingColumns
 from octavo.ops.fused_spec import SlotMemory
 from octavo.runner.transfer import Upload
 from octavo.types import Plan, SlotFill
@@ -70,7 +70,7 @@ def max_distance(min_p: float) -> int:
     """Return the distance from the likeliest token at which a token is min_p times as likely."""
     if min_p <= 0:
         return MAX_INT32
-    return min(int(-math.log(min_p) * STEPS_PER_TEMPERATURE), MAX_INT32)
+    return min(int(-math.log(min_p) * LOGIT_UNITS_PER_TEMPERATURE), MAX_INT32)
 
 
 def _as_int32(bits: int) -> int:

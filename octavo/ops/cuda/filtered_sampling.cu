@@ -1,10 +1,10 @@
 // Samples one token per row from the likeliest tokens only: those that min-p, top-k and top-p keep.
 // One thread block per row. Nothing is sorted.
 //
-// Each token has a key: its distance from the largest logit in steps of temperature / 2^26, and the
-// token itself in the low bits. Smaller keys are likelier, and equal logits rank by token. The kept
-// tokens are those with a key up to a cut. The cut of top-k is the key of the k-th token. The cut of
-// top-p is the key at which the probabilities, added in the order of keys, reach p.
+// Each token has a key: its distance from the largest logit in logit units (octavo/ops/__init__.py),
+// and the token itself in the low bits. Smaller keys are likelier, and equal logits rank by token.
+// The kept tokens are those with a key up to a cut. The cut of top-k is the key of the k-th token.
+// The cut of top-p is the key at which the probabilities, added in the order of keys, reach p.
 //
 // A cut is found with histograms. The first one divides all keys into 2,048 bins. The bin that holds
 // the cut is divided into 2,048 bins again, until it holds one token:
@@ -27,9 +27,9 @@ constexpr int BINS = 1 << BIN_BITS;
 constexpr int TOKEN_BITS = 20;
 constexpr int KEY_BITS = 51;
 constexpr u64 NO_KEY = ~0ull;
-constexpr float MAX_STEPS = 2147483520.0f;  // the largest float below 2^31
-constexpr float STEP = 1.0f / 67108864;     // 2^-26: a step as a part of the temperature
-constexpr int VECTOR = 8;                   // logits that a thread loads at once
+constexpr float MAX_LOGIT_UNITS = 2147483520.0f;  // the largest float below 2^31
+constexpr float LOGIT_UNIT = 1.0f / 67108864;     // 2^-26, as a part of the temperature
+constexpr int VECTOR = 8;                         // logits that a thread loads at once
 constexpr bool FLOAT32 = STORAGE == 0;
 constexpr int LOGIT_BYTES = FLOAT32 ? 4 : 2;
 
@@ -64,20 +64,20 @@ struct Shared {
 
 // ---- keys ---------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u64 key_of(float distance, float steps_per_unit, int token) {
-    const float steps = fminf(distance * steps_per_unit, MAX_STEPS);
-    return (u64)(u32)steps << TOKEN_BITS | (u32)token;
+__device__ __forceinline__ u64 key_of(float distance, float units_per_logit, int token) {
+    const float units = fminf(distance * units_per_logit, MAX_LOGIT_UNITS);
+    return (u64)(u32)units << TOKEN_BITS | (u32)token;
 }
 __device__ __forceinline__ int token_of(u64 key) { return (int)(key & ((1u << TOKEN_BITS) - 1)); }
 __device__ __forceinline__ u64 mass_of(u64 key) {
-    const float steps = (float)(u32)(key >> TOKEN_BITS);
-    return (u64)(exp2_(steps * (-1.44269504f * STEP)) * 1099511627776.0f);
+    const float units = (float)(u32)(key >> TOKEN_BITS);
+    return (u64)(exp2_(units * (-1.44269504f * LOGIT_UNIT)) * 1099511627776.0f);
 }
 
 struct Row {
     const char *logits;
     int vocab_size;
-    float largest, steps_per_unit;
+    float largest, units_per_logit;
     bool is_listed;  // the tokens that may still be kept are in Shared::list
 
     static __device__ __forceinline__ float as_float(u32 bits) {
@@ -120,7 +120,7 @@ struct Row {
 #pragma unroll
             for (int i = 0; i < VECTOR; i++)
                 if (first + i < vocab_size)
-                    visit(key_of(largest - values[i], steps_per_unit, first + i));
+                    visit(key_of(largest - values[i], units_per_logit, first + i));
         }
     }
 };
@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float top_p = a.top_p[slot * a.stride_float];
     const int top_k = a.top_k[slot * a.stride_int];
     const u32 max_distance = a.max_distance[slot * a.stride_int];
-    const bool has_min_p = max_distance < (u32)MAX_STEPS;
+    const bool has_min_p = max_distance < (u32)MAX_LOGIT_UNITS;
     const bool is_filtered = top_k < a.vocab_size || top_p < 1.0f || has_min_p;
     const int likeliest = a.tokens[blockIdx.x];
     if (temperature == 0.0f || !is_filtered || likeliest < 0) return;
@@ -289,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     row.logits = (const char *)a.logits + blockIdx.x * a.stride_logits * LOGIT_BYTES;
     row.vocab_size = a.vocab_size;
     row.largest = row.logit(likeliest);
-    row.steps_per_unit = 67108864.0f / temperature;
+    row.units_per_logit = 67108864.0f / temperature;
     row.is_listed = false;
     u64 cut = has_min_p ? (((u64)max_distance + 1) << TOKEN_BITS) - 1 : NO_KEY;
     if (top_k < a.vocab_size) cut = find_cut(row, memory, cut, top_k, 1.0f);

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops import MAX_STEPS, SamplingColumns
+from octavo.ops import MAX_LOGIT_UNITS, SamplingColumns
 from octavo.ops.cuda import filtered_sampling
 from octavo.ops.reference import keep_likely, rows_of
 
@@ -174,7 +174,7 @@ def choose(logits: Tensor, slots: Tensor, positions: Tensor, sampling: SamplingC
         block_tokens,
         steps,
         can_filter,
-        MAX_STEPS,
+        MAX_LOGIT_UNITS,
         num_warps=4,
     )
     join_kernel[num_rows,](

@@ -1,9 +1,9 @@
 """Samples a token from the likeliest ones only: those that min-p, top-k and top-p keep.
 
-Each token has a key: its distance from the largest logit in steps (octavo.ops.SamplingColumns), and
-the token in the low bits, so a smaller key is likelier. The keys of the tokens near the largest
-logit are collected in a heap and taken out in order until enough are kept. For a trained model that
-is some dozens of tokens out of the vocabulary.
+Each token has a key: its distance from the largest logit in logit units (octavo.ops), and the token
+in the low bits, so a smaller key is likelier. The keys of the tokens near the largest logit are
+collected in a heap and taken out in order until enough are kept. For a trained model that is some
+dozens of tokens out of the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from llvmlite import ir
 from numba import types
 
-from octavo.ops import MAX_STEPS, STEPS_PER_TEMPERATURE
+from octavo.ops import LOGIT_UNITS_PER_TEMPERATURE, MAX_LOGIT_UNITS
 from octavo.ops.cpu.jit.llvm_intrinsics import (
     FLOATS,
     LANES,
@@ -36,19 +36,19 @@ TOKEN_BITS = 20  # low bits of a key
 TOKEN_MASK = 2**TOKEN_BITS - 1
 # The first keys are those of tokens at least e^-8 times as likely as the likeliest token. If they
 # are too few, the distance is multiplied.
-FIRST_REACH = 8 * STEPS_PER_TEMPERATURE
+FIRST_REACH = 8 * LOGIT_UNITS_PER_TEMPERATURE
 REACH_FACTOR = 2
 
 
 @intrinsic(INT, POINTER, FLOAT, FLOAT, FLOAT)
 def near(
-    emitter: Emitter, logits: Value, largest: Value, steps_per_unit: Value, reach: Value
+    emitter: Emitter, logits: Value, largest: Value, units_per_logit: Value, reach: Value
 ) -> Value:
-    """Return a bit for each of LANES logits: whether its distance may be at most `reach` steps."""
+    """Return a bit for each of LANES logits: whether its distance may be at most `reach`."""
     distance = emitter.splat(largest) - emitter.load(logits, FLOATS)
-    steps = distance * emitter.splat(steps_per_unit)
+    units = distance * emitter.splat(units_per_logit)
     # Some logits beyond `reach` may be included, because the distance is rounded afterwards.
-    mask = steps.compare("<=", emitter.splat(reach) * 1.00001).llvm
+    mask = units.compare("<=", emitter.splat(reach) * 1.00001).llvm
     bits = emitter.builder.bitcast(mask, ir.IntType(LANES))
     return Value(emitter, emitter.builder.zext(bits, i64))
 
@@ -78,27 +78,27 @@ def total_weight(logits: int, vocabulary: int, largest: float, temperature: floa
 @inner
 def weight_of(key: int) -> float:
     """Return how likely a token is, relative to the likeliest one."""
-    return math.exp(-(key >> TOKEN_BITS) / STEPS_PER_TEMPERATURE)
+    return math.exp(-(key >> TOKEN_BITS) / LOGIT_UNITS_PER_TEMPERATURE)
 
 
 @inner
 def collect_keys(
-    logits: int, vocabulary: int, largest: float, steps_per_unit: float, reach: int, keys: int
+    logits: int, vocabulary: int, largest: float, units_per_logit: float, reach: int, keys: int
 ) -> int:
-    """Write the keys of all tokens within `reach` steps to `keys`. Returns their number."""
+    """Write the keys of all tokens within `reach` logit units to `keys`. Returns their number."""
     count = 0
     first_token = 0
     while first_token < vocabulary:
         mask = (1 << min(LANES, vocabulary - first_token)) - 1
         if first_token + LANES <= vocabulary:
-            mask = near(logits + 4 * first_token, largest, steps_per_unit, FLOAT(reach))
+            mask = near(logits + 4 * first_token, largest, units_per_logit, FLOAT(reach))
         token = first_token
         while mask != 0:
             if mask & 1:
-                distance = (largest - load_f32(logits + 4 * token)) * steps_per_unit
-                steps = INT(min(distance, FLOAT(MAX_STEPS)))
-                if steps <= reach:
-                    store_i64(keys + 8 * count, (steps << TOKEN_BITS) | token)
+                distance = (largest - load_f32(logits + 4 * token)) * units_per_logit
+                units = INT(min(distance, FLOAT(MAX_LOGIT_UNITS)))
+                if units <= reach:
+                    store_i64(keys + 8 * count, (units << TOKEN_BITS) | token)
                     count += 1
             mask >>= 1
             token += 1
@@ -174,16 +174,16 @@ def keep_likely(
     """Write the keys of the kept tokens to `keys`, which has room for all tokens. Returns the index
     of the first one and the index behind the last one."""
     largest = load_f32(logits + 4 * most_likely)
-    steps_per_unit = FLOAT(STEPS_PER_TEMPERATURE) / temperature
-    has_min_p = max_distance < MAX_STEPS
+    units_per_logit = FLOAT(LOGIT_UNITS_PER_TEMPERATURE) / temperature
+    has_min_p = max_distance < MAX_LOGIT_UNITS
     has_top_k = top_k < vocabulary
-    farthest = max_distance if has_min_p else MAX_STEPS
+    farthest = max_distance if has_min_p else MAX_LOGIT_UNITS
     reach = farthest if has_min_p else FIRST_REACH
     total = math.inf
     if top_p < 1 and not has_top_k and not has_min_p:
         total = total_weight(logits, vocabulary, largest, temperature)
     while True:
-        count = collect_keys(logits, vocabulary, largest, steps_per_unit, reach, keys)
+        count = collect_keys(logits, vocabulary, largest, units_per_logit, reach, keys)
         is_enough = reach >= farthest or (has_top_k and count >= top_k)
         if not is_enough and not has_top_k:
             collected = 0.0
@@ -231,7 +231,7 @@ def sample(
 ) -> int:
     """Sample a token from logits [vocabulary]. The logit of `most_likely` is the largest, and
     `keys` is memory for as many int64."""
-    if top_p < 1 or top_k < vocabulary or max_distance < MAX_STEPS:
+    if top_p < 1 or top_k < vocabulary or max_distance < MAX_LOGIT_UNITS:
         first, end = keep_likely(
             logits, vocabulary, most_likely, temperature, top_k, top_p, max_distance, keys
         )
