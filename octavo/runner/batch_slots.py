@@ -89,8 +89,8 @@ def float_values(fill: SlotFill) -> list[float]:
     ]
 
 
-def is_special(fill: SlotFill) -> bool:
-    """Return whether sampling needs more than Ops.choose. A step then takes the slow path."""
+def needs_full_sampler(fill: SlotFill) -> bool:
+    """Return whether sampling needs more than Ops.choose. A step then runs the full sampler."""
     params = fill.params
     changes_logits = (
         params.has_penalties
@@ -156,7 +156,7 @@ class BatchSlots:
         )
         # The latest SlotFill of each slot.
         self.slot_fills: list[SlotFill | None] = [None] * num_slots
-        self.special_slots: set[int] = set()  # The slots for whose SlotFill is_special() is true.
+        self.full_sampler_slots: set[int] = set()  # needs_full_sampler() is true for these.
 
     def table_index(self, slot: int, logical_block: int) -> int:
         """Return the index into `flat` of an entry of a slot's block table."""
@@ -172,7 +172,7 @@ class BatchSlots:
         """Return the index into `flat` of a token."""
         return slot * self.columns + self._tokens_at + position
 
-    def stage(self, plan: Plan, upload: Upload) -> tuple[slice, slice]:
+    def prepare(self, plan: Plan, upload: Upload) -> tuple[slice, slice]:
         """Add the plan's changes to the step's upload.
 
         Returns the slice of the indices into `flat`, and the slice of the values.
@@ -182,10 +182,10 @@ class BatchSlots:
         runs: list[array[int] | array[float]] = []
         for fill in plan.slot_fills:
             self.slot_fills[fill.slot] = fill
-            if is_special(fill):
-                self.special_slots.add(fill.slot)
+            if needs_full_sampler(fill):
+                self.full_sampler_slots.add(fill.slot)
             else:
-                self.special_slots.discard(fill.slot)
+                self.full_sampler_slots.discard(fill.slot)
             start = fill.slot * self.columns
             table = array("i", fill.block_table)
             tables[fill.slot] = table
@@ -224,9 +224,9 @@ class BatchSlots:
         values = np.frombuffer(b"".join([*runs, single_values]), np.int32)
         return upload.longs(np.concatenate([indices, single_indices])), upload.ints(values)
 
-    def apply(self, staged: tuple[slice, slice], uploaded: Tensor) -> None:
-        """Apply the staged changes on the device."""
-        indices, values = (uploaded[staged_slice] for staged_slice in staged)
+    def apply(self, prepared: tuple[slice, slice], uploaded: Tensor) -> None:
+        """Apply the prepared changes on the device."""
+        indices, values = (uploaded[part] for part in prepared)
         if len(values):
             self.flat[indices.view(torch.int64)] = values
 

@@ -145,10 +145,11 @@ def drop_rejected(result: StepResult, is_row_kept: list[bool]) -> None:
             del result.logprobs[index][count:]
 
 
-class StagedStep(NamedTuple):
+class PreparedStep(NamedTuple):
     """The data of a step that the host has prepared: indices of items, and slices of the upload."""
 
-    shape: GraphShape | None  # The CUDA graph to replay. None means that the step has no graph.
+    # The CUDA graph to replay. None means that the step has no graph.
+    graph_shape: GraphShape | None
     item_of_row: list[int]  # The sampled items. Each has one row of logits.
     watched: list[int]  # The items whose attention is measured.
     pooled: list[int]  # The items whose hidden states are reported.
@@ -266,16 +267,16 @@ class Runner:
         if not watched and (handle := self._launch_decode(plan, timer)) is not None:
             return handle
         upload = Upload()
-        staged = self._stage(plan, watched, upload)
+        prepared = self._prepare(plan, watched, upload)
         uploaded = upload.send(self.device)
-        self._apply(plan, staged, uploaded, timer)
+        self._apply(plan, prepared, uploaded, timer)
         if not plan.items:
             return StepHandle()
-        if self.graphs is not None and staged.shape is not None:
-            return self._replay(plan, staged, uploaded[staged.layout], self.graphs)
+        if self.graphs is not None and prepared.graph_shape is not None:
+            return self._replay(plan, prepared, uploaded[prepared.layout], self.graphs)
         if plan.num_drafts:
-            return self._verify(plan, staged, uploaded)
-        return self._run_eagerly(plan, staged, uploaded)
+            return self._verify(plan, prepared, uploaded)
+        return self._run_eagerly(plan, prepared, uploaded)
 
     def _launch_decode(self, plan: Plan, timer: StepTimer | None) -> StepHandle | None:
         """Launch a step that only decodes as a decode graph or as a job of a CPU.
@@ -286,7 +287,7 @@ class Runner:
         if (
             steps is None
             or not steps.is_decode(plan)
-            or (plan.num_drafts and self._is_special(plan))
+            or (plan.num_drafts and self._needs_full_sampler(plan))
         ):
             return None
         if timer is not None:
@@ -301,22 +302,22 @@ class Runner:
         )
 
     def _replay(
-        self, plan: Plan, staged: StagedStep, layout: Tensor, graphs: StepGraphs
+        self, plan: Plan, prepared: PreparedStep, layout: Tensor, graphs: StepGraphs
     ) -> StepHandle:
         """Launch the graph of a mixed step, or of a step that verifies drafts."""
-        assert staged.shape is not None
-        if staged.shape.verifies:
-            forward = graphs.replay(staged.shape, layout, plan.num_tokens)
+        assert prepared.graph_shape is not None
+        if prepared.graph_shape.verifies:
+            forward = graphs.replay(prepared.graph_shape, layout, plan.num_tokens)
             assert forward.tokens is not None
             assert forward.kept_rows is not None
             tokens = Download(forward.tokens, copy=graphs.copy_to_host)
             return StepHandle(plan.items, tokens, kept_rows=Download(forward.kept_rows))
-        forward = graphs.replay(staged.shape, layout, len(plan.items))
-        if not staged.item_of_row:
+        forward = graphs.replay(prepared.graph_shape, layout, len(plan.items))
+        if not prepared.item_of_row:
             return StepHandle(plan.items)
-        return self._sample(plan, staged.item_of_row, forward, [])
+        return self._sample(plan, prepared.item_of_row, forward, [])
 
-    def _stage(self, plan: Plan, watched: list[int], upload: Upload) -> StagedStep:
+    def _prepare(self, plan: Plan, watched: list[int], upload: Upload) -> PreparedStep:
         """Collect the data that the host sends to the device."""
         items = plan.items
         item_of_row = [index for index, item in enumerate(items) if item.sample]
@@ -324,7 +325,7 @@ class Runner:
         copy_sources = upload.ints([source for source, _ in plan.copies])
         copy_targets = upload.ints([target for _, target in plan.copies])
         shifts = upload.ints([block for block, _ in plan.shifts])
-        slot_changes = self.batch_slots.stage(plan, upload)
+        slot_changes = self.batch_slots.prepare(plan, upload)
         shape = None
         if self.graphs is not None and items and not (watched or pooled):
             shape = self._find_shape(plan, self.graphs)
@@ -333,8 +334,8 @@ class Runner:
         if self.graphs is not None and shape is not None:
             layout = self.graphs.lay_out(items, shape)
         drafting = slots_to_draft(plan) if plan.num_drafts and shape is None else []
-        return StagedStep(
-            shape=shape,
+        return PreparedStep(
+            graph_shape=shape,
             item_of_row=item_of_row,
             watched=watched,
             pooled=pooled,
@@ -356,26 +357,26 @@ class Runner:
         shape = None
         if not plan.num_drafts:
             shape = graphs.find_mixed_shape(plan.items)
-        elif not self._is_special(plan):
+        elif not self._needs_full_sampler(plan):
             shape = graphs.find_verify_shape(plan)
         return None if shape is None else graphs.with_draft_extend(shape, plan)
 
-    def _is_special(self, plan: Plan) -> bool:
+    def _needs_full_sampler(self, plan: Plan) -> bool:
         """Return whether sampling needs more than Ops.choose."""
         if plan.token_masks or self.logits_pipeline.processors:
             return True
-        return not self.batch_slots.special_slots.isdisjoint(item.slot for item in plan.items)
+        return not self.batch_slots.full_sampler_slots.isdisjoint(item.slot for item in plan.items)
 
     def _apply(
-        self, plan: Plan, staged: StagedStep, uploaded: Tensor, timer: StepTimer | None
+        self, plan: Plan, prepared: PreparedStep, uploaded: Tensor, timer: StepTimer | None
     ) -> None:
         """Update blocks and slots before the forward pass, and run the drafter on the device.
 
         The updates are applied in the order of the plan's fields.
         """
         if plan.copies:
-            sources = uploaded[staged.copy_sources].long()
-            targets = uploaded[staged.copy_targets].long()
+            sources = uploaded[prepared.copy_sources].long()
+            targets = uploaded[prepared.copy_targets].long()
             self.kv.copy(sources, targets)
             if self.drafter is not None and self.drafter.kv is not None:
                 self.drafter.kv.copy(sources, targets)
@@ -383,13 +384,13 @@ class Runner:
             assert self.tier_store is not None
             self.tier_store.load(plan.loads)
         if plan.shifts:
-            self._shift(uploaded[staged.shifts].long(), plan.shifts[0][1])
+            self._shift(uploaded[prepared.shifts].long(), plan.shifts[0][1])
         if timer is not None:
             timer.mark()
-        self.batch_slots.apply(staged.slot_changes, uploaded)
-        if staged.draft_slots:
+        self.batch_slots.apply(prepared.slot_changes, uploaded)
+        if prepared.draft_slots:
             assert self.drafter is not None
-            passes = [uploaded[slots] for slots in staged.draft_slots]
+            passes = [uploaded[slots] for slots in prepared.draft_slots]
             max_len = max(item.max_kv_len for item in plan.items)
             self.drafter.draft(passes, max_len, self.batch_slots)
         if self.canary is not None:
@@ -414,31 +415,33 @@ class Runner:
 
     # ---- forward and sample ----------------------------------------------------------------------
 
-    def _run_eagerly(self, plan: Plan, staged: StagedStep, uploaded: Tensor) -> StepHandle:
+    def _run_eagerly(self, plan: Plan, prepared: PreparedStep, uploaded: Tensor) -> StepHandle:
         """Run the forward pass kernel by kernel, and sample."""
         items = plan.items
         batch_slots = self.batch_slots
-        item_of_row = uploaded[staged.row_items].long()
+        item_of_row = uploaded[prepared.row_items].long()
         spans: list[Span] = []
         num_tokens = 0
         for item in items:
             spans.append(Span(num_tokens, item.num_tokens, item.max_kv_len))
             num_tokens += item.num_tokens
-        batch = gather(uploaded[staged.layout], len(items), batch_slots, self.kv.block_size, spans)
+        batch = gather(
+            uploaded[prepared.layout], len(items), batch_slots, self.kv.block_size, spans
+        )
         batch.logit_indices = batch.logit_indices[item_of_row]
         wants_prompt_logprobs = any(item.prompt_logprobs is not None for item in items)
         wants_hidden = self.drafter is not None and self.drafter.needs_hidden and plan.draft_extend
-        samples_all = len(staged.item_of_row) == num_tokens
-        wants_all_hidden = wants_prompt_logprobs or wants_hidden or bool(staged.pooled)
-        if staged.item_of_row and not (wants_all_hidden or samples_all):
+        samples_all = len(prepared.item_of_row) == num_tokens
+        wants_all_hidden = wants_prompt_logprobs or wants_hidden or bool(prepared.pooled)
+        if prepared.item_of_row and not (wants_all_hidden or samples_all):
             batch.last = last_tokens(
-                batch, item_of_row, [spans[index] for index in staged.item_of_row]
+                batch, item_of_row, [spans[index] for index in prepared.item_of_row]
             )
-        if staged.watched:
-            max_kv_len = max(items[index].max_kv_len for index in staged.watched)
+        if prepared.watched:
+            max_kv_len = max(items[index].max_kv_len for index in prepared.watched)
             num_blocks = -(-max_kv_len // self.kv.block_size)
             batch.watched = watch(
-                batch, uploaded[staged.watched_indices].long(), batch_slots, num_blocks
+                batch, uploaded[prepared.watched_indices].long(), batch_slots, num_blocks
             )
         # All other work is done before the forward pass. If there were work between the layers and
         # the head, the threads of a CPU would fall asleep.
@@ -454,15 +457,15 @@ class Runner:
             hidden = self.model(batch, self.kv.view)
             if wants_prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(items, batch, hidden)
-            if staged.item_of_row:
+            if prepared.item_of_row:
                 logits = self.model.logits(hidden[batch.logit_indices])
         handle = StepHandle(items, prompt_logprobs=prompt_logprobs)
         if logits is not None:
             forward = ForwardResult(slots, logits, lengths)
-            handle = self._sample(plan, staged.item_of_row, forward, prompt_logprobs)
+            handle = self._sample(plan, prepared.item_of_row, forward, prompt_logprobs)
         handle.pooled = {
             index: Download(pool(hidden, spans[index], items[index].pooling))
-            for index in staged.pooled
+            for index in prepared.pooled
         }
         if batch.watched is not None:
             handle.attention_mass = Download(batch.watched.mass / self.model.config.num_layers)
@@ -470,7 +473,7 @@ class Runner:
             self.drafter.observe(Observed(batch, hidden), batch_slots)
         return handle
 
-    def _verify(self, plan: Plan, staged: StagedStep, uploaded: Tensor) -> StepHandle:
+    def _verify(self, plan: Plan, prepared: PreparedStep, uploaded: Tensor) -> StepHandle:
         """Run a step that only decodes and has drafts.
 
         A token is sampled after every row, and each slot advances over the rows that are kept.
@@ -478,7 +481,7 @@ class Runner:
         items = plan.items
         batch_slots = self.batch_slots
         max_len = max(item.max_kv_len for item in items)
-        rows = compute_rows(self.model, self.kv, batch_slots, uploaded[staged.layout], max_len)
+        rows = compute_rows(self.model, self.kv, batch_slots, uploaded[prepared.layout], max_len)
         item_of_row = [index for index, item in enumerate(items) for _ in range(item.num_tokens)]
         handle = self._sample(plan, item_of_row, rows.forward, [])
         handle.kept_rows = Download(keep_rows(rows, batch_slots))
@@ -499,9 +502,9 @@ class Runner:
         """
         batch_slots = self.batch_slots
         slots = [plan.items[index].slot for index in item_of_row]
-        is_special = plan.token_masks or self.logits_pipeline.processors
-        if is_special or not batch_slots.special_slots.isdisjoint(slots):
-            return self._sample_special(plan, item_of_row, forward, prompt_logprobs)
+        needs_full_sampler = plan.token_masks or self.logits_pipeline.processors
+        if needs_full_sampler or not batch_slots.full_sampler_slots.isdisjoint(slots):
+            return self._run_full_sampler(plan, item_of_row, forward, prompt_logprobs)
         tokens = forward.tokens
         if tokens is None:
             tokens = choose(forward, batch_slots, self.model.ops)
@@ -512,7 +515,7 @@ class Runner:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _sample_special(
+    def _run_full_sampler(
         self,
         plan: Plan,
         item_of_row: list[int],
@@ -525,7 +528,7 @@ class Runner:
         slots = [items[index].slot for index in item_of_row]
         upload = Upload()
         places = list(number_repeats(item_of_row))
-        job = SampleJob.stage(
+        job = SampleJob.prepare(
             slots=slots,
             max_len=max(items[index].max_kv_len for index in item_of_row),
             batch_slots=batch_slots,

@@ -31,7 +31,7 @@ MASK_CHUNK = 64
 
 @dataclass(slots=True)
 class SampleJob:
-    """The sampling parameters of a step besides the temperature, staged for the device.
+    """The sampling parameters of a step besides the temperature, prepared for the device.
 
     The lists contain indices of items.
     """
@@ -43,14 +43,14 @@ class SampleJob:
     slices: dict[str, slice]  # The parts of the upload, by name.
 
     @staticmethod
-    def stage(
+    def prepare(
         slots: list[int],
         max_len: int,
         batch_slots: BatchSlots,
         upload: Upload,
         masks: dict[int, bytes],
     ) -> SampleJob:
-        """Stage the parameters of the items in these slots.
+        """Add to the upload the parameters of the items in these slots.
 
         `masks` has the packed masks of items with a guide (Guide.mask).
         """

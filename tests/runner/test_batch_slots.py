@@ -30,8 +30,8 @@ def slot_fill(row: int, tokens: list[int], table: list[int], **params: float) ->
 def apply(state: BatchSlots, plan: Plan) -> None:
     up = Upload()
     up.ints([7])  # something else, of odd size, is sent before
-    staged = state.stage(plan, up)
-    state.apply(staged, up.send(torch.device("cpu")))
+    prepared = state.prepare(plan, up)
+    state.apply(prepared, up.send(torch.device("cpu")))
 
 
 def test_a_plan_changes_its_rows_and_no_others() -> None:
@@ -69,9 +69,9 @@ def test_a_block_given_later_in_the_plan_replaces_the_one_a_new_row_came_with() 
 
 def test_a_plan_without_changes_ships_nothing() -> None:
     state, up = BatchSlots(3, 30, 4, torch.device("cpu")), Upload()
-    staged = state.stage(Plan(1), up)
+    prepared = state.prepare(Plan(1), up)
     assert len(up.send(torch.device("cpu"))) == 0
-    state.apply(staged, torch.zeros(0, dtype=torch.int32))
+    state.apply(prepared, torch.zeros(0, dtype=torch.int32))
     assert not state.flat.any()
 
 

@@ -48,8 +48,8 @@ def choose(
         for i in range(n)
     ]
     upload = Upload()
-    changes = batch_slots.stage(Plan(1, slot_fills=slot_fills), upload)
-    job = sampler.SampleJob.stage(
+    changes = batch_slots.prepare(Plan(1, slot_fills=slot_fills), upload)
+    job = sampler.SampleJob.prepare(
         slots=list(range(n)),
         max_len=max(map(len, tokens)),
         batch_slots=batch_slots,
