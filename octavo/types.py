@@ -264,7 +264,10 @@ class Fetch(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """Everything that a runner needs for one step, applied in the order of the fields.
+    """Everything that a runner needs for one step.
+
+    The runner applies stores, copies, loads, shifts, slot_fills, table_updates and drafts in this
+    order, and then computes the items. Saves and fetches start with the step.
 
     Blocks move between tiers in four ways:
 
@@ -376,7 +379,8 @@ class Output:
     tokens: list[int]  # new tokens since the previous output
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
-    stop_reason: int | str | None = None  # the stop token id or string that ended it
+    # The stop token that ended it, or REPETITION_DETECTED. The engine works without stop strings.
+    stop_reason: int | str | None = None
     cached_tokens: int = 0  # prompt tokens found in the cache; in the first and last output only
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # set in the first output only
     error: str | None = None

@@ -79,7 +79,7 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Plan and launch the next step if there is work. Then commit the oldest step in flight,
-        unless fewer than `depth` are in flight."""
+        unless a step was launched and fewer than `depth` are in flight."""
         if self._late_outputs:
             late_outputs = self._late_outputs
             self._late_outputs = []

@@ -63,10 +63,10 @@ class Queues:
         return self._batch_number, seq.prompt_len - seq.position_limit
 
     def requeue(self, seq: Sequence) -> None:
-        """Put a sequence that has run before back into its place in the queue.
+        """Queue a preempted sequence, or a fork that found no slot.
 
-        Under a policy with changing ranks, the sequence comes first from now on. Otherwise two
-        sequences could preempt each other for ever."""
+        Under a policy with changing ranks, the sequence comes first from now on. If its rank could
+        still change, two sequences could preempt each other for ever."""
         if not self.policy.fixed_ranks:
             seq.rank = (-math.inf, *seq.rank[1:])
         seq.status = Status.WAITING

@@ -362,6 +362,7 @@ class Scheduler:
                 seq.id, seq.epoch, seq.slot, None, count, True, end, None, wants_mass, num_drafts
             )
             items.append(item)
+        # Drafts need no budget: a step that verifies drafts computes no prompt (_begin_drafts).
         builder.tokens_left -= len(items)
 
     def _begin_drafts(self, builder: PlanBuilder) -> StepDrafts | None:
@@ -650,8 +651,9 @@ class Scheduler:
         self, seq: Sequence, num_drafts: int, num_accepted: int, by_host: bool
     ) -> None:
         """Advance a sequence over the accepted drafts, and give back the blocks of the rejected
-        ones. The blocks that accepted drafts fill are published with the next step: their tokens
-        are not in `seq.tokens` yet."""
+        ones. The KV of rejected drafts is not erased: the next step writes these positions before
+        it reads them. The blocks that accepted drafts fill are published with the next step: their
+        tokens are not in `seq.tokens` yet."""
         assert self.speculation is not None
         self.speculation.observe(seq, num_drafts, num_accepted, by_host)
         seq.accepted_drafts += num_accepted

@@ -109,5 +109,6 @@ def drop_block(pool: BlockPool, cache: CacheConfig, seq: Sequence, plan: Plan) -
     drop_block_tokens(seq, dropped, pool.block_size)
     seq.planned -= pool.block_size
     seq.computed = seq.planned
-    seq.published_blocks = NEVER_PUBLISH  # a preemption ends this: KV is then recomputed
+    # Until the next admission, which computes the KV again (PrefixCache.attach).
+    seq.published_blocks = NEVER_PUBLISH
     return True

@@ -1,10 +1,11 @@
-"""Preemption for urgent requests, under preemptive policies: which prompts the next step computes,
-which running sequences pause for them, and which are preempted.
+"""Preemption for urgent requests, if the policy has `preempts_for_waiting`.
 
-It works on ranks, batch slots and blocks; the policy has the rules. While an urgent prompt is
-computed, a running sequence is one of these:
+This module decides which prompts the next step computes, which running sequences pause for them,
+and which are preempted. It works on ranks, batch slots and blocks; the policy has the rules. While
+an urgent prompt is computed, a running sequence is one of these:
 
-    paused       less urgent: it keeps slot and blocks and continues in the step after
+    paused       less urgent: it keeps its slot and blocks, and continues when the urgent prompt is
+                 computed, which may take several steps
     same class   equally urgent: if it decodes, it skips one step, never two in a row
     a victim     less urgent: it is preempted, because slots or blocks do not suffice
 

@@ -329,9 +329,9 @@ def keep_likely(logits: Tensor, rows: SamplingColumns) -> Tensor:
     """Set all but the likeliest tokens of logits [R, vocab] (float32) to -inf, by the parameters of
     each row.
 
-    First the tokens go that are less than min_p times as likely as the first, then those beyond
-    the top k. Of the rest the fewest are kept whose probabilities, which then sum to 1, reach
-    top_p: the token that crosses top_p is kept.
+    First remove tokens that are less than min_p times as likely as the likeliest one, then all but
+    the top_k likeliest. Then normalise the others, and keep the smallest set of the likeliest
+    tokens whose probabilities sum to at least top_p.
     """
     if logits.device.type == "cpu" and not is_filtered(rows, logits.shape[1]).any():
         return logits  # a GPU would have to wait for the answer

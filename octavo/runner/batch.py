@@ -20,7 +20,8 @@ from octavo.types import Item
 
 
 class ForwardResult(NamedTuple):
-    """The outputs of a forward pass that the sampler needs, for R items."""
+    """The outputs of a forward pass that the sampler needs, for R rows of logits: one for each
+    sampled item or, with drafts, one for each token."""
 
     slots: Tensor  # [R] The batch slots (int32).
     logits: Tensor  # [R, vocab]

@@ -372,7 +372,7 @@ class Runner:
     ) -> None:
         """Update blocks and slots before the forward pass, and run the drafter on the device.
 
-        The updates are applied in the order of the plan's fields.
+        Plan says in which order.
         """
         if plan.copies:
             sources = uploaded[prepared.copy_sources].long()

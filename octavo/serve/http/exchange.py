@@ -1,4 +1,6 @@
-"""Defines Exchange: one HTTP request and its reply, over ASGI. A handler is a function of it.
+"""Defines Exchange: one HTTP request and its reply, over ASGI.
+
+A handler is a coroutine that takes an Exchange.
 
 `Exchange.watch` ends a call when the client disconnects, whether the reply is streamed or not.
 """
