@@ -26,7 +26,7 @@ from octavo.serve.api.protocol import (
     OllamaOptions,
     OllamaRequest,
 )
-from octavo.serve.api.replies import Shape
+from octavo.serve.api.replies import ReplyFormat
 from octavo.serve.api.reply_writer import (
     Delta,
     Part,
@@ -209,12 +209,17 @@ class LineWriter:
     keep_alive = b""  # Ollama's clients parse every line.
 
     def __init__(
-        self, model: str, parser: ReplyParser, shape: Shape, tokenizer: Tokenizer, is_chat: bool
+        self,
+        model: str,
+        parser: ReplyParser,
+        reply_format: ReplyFormat,
+        tokenizer: Tokenizer,
+        is_chat: bool,
     ):
         """`is_chat` is false if the reply belongs to /api/generate."""
         self._model = model
         self._parser = parser
-        self._shape = shape
+        self._reply_format = reply_format
         self._tokenizer = tokenizer
         self._is_chat = is_chat
         self._call: Part | None = None  # The call that is not complete.
@@ -265,8 +270,9 @@ class LineWriter:
             text["thinking"] = reasoning
         if calls:
             text["tool_calls"] = calls
-        if self._shape.logprobs is not None and piece.logprobs:
-            line["logprobs"] = self._shape.logprobs.chat(self._tokenizer, piece.logprobs)["content"]
+        if self._reply_format.logprobs is not None and piece.logprobs:
+            logprobs = self._reply_format.logprobs.chat(self._tokenizer, piece.logprobs)
+            line["logprobs"] = logprobs["content"]
         return {**line, "done": is_last}
 
     def _complete_calls(self, deltas: list[Delta], is_last: bool) -> list[dict[str, Any]]:

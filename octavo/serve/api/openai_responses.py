@@ -17,7 +17,7 @@ from octavo.collect import Collector
 from octavo.outputs import CompletionOutput
 from octavo.serve.api.api_errors import ApiError, invalid_field, unsupported
 from octavo.serve.api.protocol import ChatRequest, ResponsesRequest
-from octavo.serve.api.replies import KEEP_ALIVE, Shape, prompt_text
+from octavo.serve.api.replies import KEEP_ALIVE, ReplyFormat, prompt_text
 from octavo.serve.api.reply_writer import (
     EVENT_STREAM,
     Delta,
@@ -289,14 +289,14 @@ class ResponseWriter:
         self,
         response: dict[str, Any],
         parser: ReplyParser,
-        shape: Shape,
+        reply_format: ReplyFormat,
         tokenizer: Tokenizer,
         completed: Callable[[dict[str, Any]], None],
     ):
         """`completed` is called with the complete response before the client receives it."""
         self.response = response
         self._parser = parser
-        self._shape = shape
+        self._reply_format = reply_format
         self._tokenizer = tokenizer
         self._completed = completed
         self._number = 0  # The number of the next event.
@@ -361,8 +361,8 @@ class ResponseWriter:
 
     def _add(self, piece: CompletionOutput, is_last: bool) -> list[bytes]:
         """Add a piece of text to the output, and return the events."""
-        if self._shape.logprobs is not None and piece.logprobs:
-            logprobs = self._shape.logprobs.chat(self._tokenizer, piece.logprobs)
+        if self._reply_format.logprobs is not None and piece.logprobs:
+            logprobs = self._reply_format.logprobs.chat(self._tokenizer, piece.logprobs)
             self._logprobs += logprobs["content"]
         events: list[bytes] = []
         for delta in self._parser.push(piece.text, is_last):
@@ -438,7 +438,7 @@ class ResponseWriter:
             self.response["status"] = "completed"
             self.response["completed_at"] = int(time.time())
         self.response["usage"] = self._usage(collector)
-        if self._shape.prompt_text:
+        if self._reply_format.prompt_text:
             self._add_messages(collector)
         self._completed(self.response)
 

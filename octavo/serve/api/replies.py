@@ -34,14 +34,16 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 @dataclass
-class Shape:
+class ReplyFormat:
     """The parts that a reply should contain."""
 
     chat: bool
     n: int = 1  # The number of choices for each prompt.
     logprobs: Layout | None = None
     echo: bool = False  # A completion begins with its prompt.
-    prefix: str = ""  # The content of a chat begins with this text, if `echo` is set.
+    # The text that the content of a chat begins with: the last message, if the request asks for
+    # echo.
+    prefix: str = ""
     prompt_logprobs: bool = False  # The prompt logprobs are sent in the form of vLLM.
     prompt_only: bool = False  # With max_tokens 0, the reply contains only the prompt.
     token_ids: bool = False  # The token ids of prompt and text are sent.
@@ -112,39 +114,43 @@ def event(data: bytes) -> bytes:
 
 
 def full_reply(
-    envelope: Envelope, tokenizer: Tokenizer, collectors: list[Collector], shape: Shape
+    envelope: Envelope, tokenizer: Tokenizer, collectors: list[Collector], reply_format: ReplyFormat
 ) -> dict[str, Any]:
     """Return the reply to a request without streaming. As in vLLM, missing values are null."""
     choices = []
     for prompt_index, collector in enumerate(collectors):
         for number, completion in enumerate(collector.best):
-            index = prompt_index * shape.n + number
-            if shape.chat:
-                choice = chat_choice(tokenizer, completion, index, shape)
+            index = prompt_index * reply_format.n + number
+            if reply_format.chat:
+                choice = chat_choice(tokenizer, completion, index, reply_format)
             else:
-                choice = text_choice(tokenizer, collector, completion, index, shape)
+                choice = text_choice(tokenizer, collector, completion, index, reply_format)
             choices.append(choice)
     reply: dict[str, Any] = {
-        **envelope.fields("chat.completion" if shape.chat else "text_completion"),
+        **envelope.fields("chat.completion" if reply_format.chat else "text_completion"),
         "choices": choices,
         "service_tier": None,
-        "usage": usage_of(collectors, 0 if shape.prompt_only else None),
+        "usage": usage_of(collectors, 0 if reply_format.prompt_only else None),
         "kv_transfer_params": None,
     }
-    if shape.chat:
+    if reply_format.chat:
         collector = collectors[0]
-        reply["prompt_logprobs"] = prompt_logprobs_of(collector) if shape.prompt_logprobs else None
-        reply["prompt_token_ids"] = collector.request.prompt if shape.token_ids else None
-        reply["prompt_text"] = prompt_text(tokenizer, collector) if shape.prompt_text else None
+        reply["prompt_logprobs"] = (
+            prompt_logprobs_of(collector) if reply_format.prompt_logprobs else None
+        )
+        reply["prompt_token_ids"] = collector.request.prompt if reply_format.token_ids else None
+        reply["prompt_text"] = (
+            prompt_text(tokenizer, collector) if reply_format.prompt_text else None
+        )
     return reply
 
 
 def chat_choice(
-    tokenizer: Tokenizer, completion: CompletionOutput, index: int, shape: Shape
+    tokenizer: Tokenizer, completion: CompletionOutput, index: int, reply_format: ReplyFormat
 ) -> dict[str, Any]:
     logprobs = None
-    if shape.logprobs is not None:
-        logprobs = shape.logprobs.chat(tokenizer, completion.logprobs or [])
+    if reply_format.logprobs is not None:
+        logprobs = reply_format.logprobs.chat(tokenizer, completion.logprobs or [])
     message: dict[str, Any] = {
         "role": "assistant",
         "content": completion.text,
@@ -155,39 +161,41 @@ def chat_choice(
         "reasoning": None,
         "reasoning_content": None,
     }
-    calls = add_parts(message, completion.text, shape) if shape.is_parsed else 0
-    if shape.prefix:
-        message["content"] = shape.prefix + (message["content"] or "")
+    calls = add_parts(message, completion.text, reply_format) if reply_format.is_parsed else 0
+    if reply_format.prefix:
+        message["content"] = reply_format.prefix + (message["content"] or "")
     return {
         "index": index,
         "message": message,
         "logprobs": logprobs,
-        "finish_reason": finish_reason(completion, calls, shape),
+        "finish_reason": finish_reason(completion, calls, reply_format),
         "stop_reason": completion.stop_reason,
-        "token_ids": completion.token_ids if shape.token_ids else None,
+        "token_ids": completion.token_ids if reply_format.token_ids else None,
     }
 
 
-def add_parts(message: dict[str, Any], text: str, shape: Shape) -> int:
+def add_parts(message: dict[str, Any], text: str, reply_format: ReplyFormat) -> int:
     """Add the parts of a text to a message. Returns the number of calls."""
-    parts = complete_parts(shape.parser(), text)
+    parts = complete_parts(reply_format.parser(), text)
     content = "".join(part.text for part in parts if part.kind == "text")
     reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
     calls = [tool_call(part.name, part.text) for part in parts if part.kind == "call"]
     message["content"] = content or (None if calls or reasoning else "")
-    if reasoning and shape.shows_reasoning:
+    if reasoning and reply_format.shows_reasoning:
         message["reasoning"] = message["reasoning_content"] = reasoning
-    if calls and shape.is_legacy:
+    if calls and reply_format.is_legacy:
         message["function_call"] = calls[0]["function"]
     elif calls:
         message["tool_calls"] = calls
     return len(calls)
 
 
-def finish_reason(completion: CompletionOutput, calls: int, shape: Shape) -> str | None:
+def finish_reason(
+    completion: CompletionOutput, calls: int, reply_format: ReplyFormat
+) -> str | None:
     if not calls or completion.finish_reason != "stop":
         return completion.finish_reason
-    return "function_call" if shape.is_legacy else "tool_calls"
+    return "function_call" if reply_format.is_legacy else "tool_calls"
 
 
 def text_choice(
@@ -195,39 +203,39 @@ def text_choice(
     collector: Collector,
     completion: CompletionOutput,
     index: int,
-    shape: Shape,
+    reply_format: ReplyFormat,
 ) -> dict[str, Any]:
     text = completion.text
     ids = completion.token_ids
     positions: list[Any] = list(completion.logprobs or [])
     reason = completion.finish_reason
     echoed = ""
-    if shape.prompt_only:
+    if reply_format.prompt_only:
         text = ""
         ids = []
         positions = []
         reason = "length"
-    prompt = collector.request.prompt if shape.echo else []
-    if shape.echo:
+    prompt = collector.request.prompt if reply_format.echo else []
+    if reply_format.echo:
         echoed = prompt_text(tokenizer, collector)
         positions = [*(collector.prompt_logprobs or [None] * len(prompt)), *positions]
     logprobs = None
-    if shape.logprobs is not None:
+    if reply_format.logprobs is not None:
         offsets = Offsets(tokenizer, collector.prompt is not None, continuing=False).push(
             prompt, len(echoed)
         )
         skip = collector.request.params.skip_special_tokens
         offsets += Offsets(tokenizer, skip, position=len(echoed)).push(ids, len(text))
-        logprobs = shape.logprobs.completion(tokenizer, prompt + ids, positions, offsets)
+        logprobs = reply_format.logprobs.completion(tokenizer, prompt + ids, positions, offsets)
     return {
         "index": index,
         "text": echoed + text,
         "logprobs": logprobs,
         "finish_reason": reason,
         "stop_reason": completion.stop_reason,
-        "prompt_logprobs": prompt_logprobs_of(collector) if shape.prompt_logprobs else None,
-        "token_ids": ids if shape.token_ids else None,
-        "prompt_token_ids": collector.request.prompt if shape.token_ids else None,
+        "prompt_logprobs": prompt_logprobs_of(collector) if reply_format.prompt_logprobs else None,
+        "token_ids": ids if reply_format.token_ids else None,
+        "prompt_token_ids": collector.request.prompt if reply_format.token_ids else None,
     }
 
 
@@ -240,23 +248,27 @@ class ChunkWriter:
     content_type = EVENT_STREAM
     keep_alive = KEEP_ALIVE
 
-    def __init__(self, envelope: Envelope, tokenizer: Tokenizer, shape: Shape):
+    def __init__(self, envelope: Envelope, tokenizer: Tokenizer, reply_format: ReplyFormat):
         self.envelope = envelope
-        self.shape = shape
+        self.reply_format = reply_format
         self.tokenizer = tokenizer
         # True means that a chunk holds more than a text and a finish reason.
-        self._is_rich = shape.logprobs is not None or shape.token_ids or shape.usage == "all"
+        self._has_extra_fields = (
+            reply_format.logprobs is not None
+            or reply_format.token_ids
+            or reply_format.usage == "all"
+        )
         self._parsers = dict[int, ReplyParser]()
-        kind = "chat.completion.chunk" if shape.chat else "text_completion"
+        kind = "chat.completion.chunk" if reply_format.chat else "text_completion"
         self._head = b"data: " + encode(envelope.fields(kind))[:-1] + b',"choices":['
-        self._tail = b"]}\n\n" if shape.usage is None else b'],"usage":null}\n\n'
+        self._tail = b"]}\n\n" if reply_format.usage is None else b'],"usage":null}\n\n'
         self._offsets: dict[int, Offsets] = {}  # index of the choice -> its offsets
         self._sent_tokens = 0  # The number of generated tokens in the chunks so far.
         self._started: set[int] = set()  # The choices whose first chunk was sent.
         self._with_prompt_ids: set[int] = set()  # The choices whose prompt_token_ids were sent.
 
     def full_reply(self, collectors: list[Collector]) -> dict[str, Any]:
-        return full_reply(self.envelope, self.tokenizer, collectors, self.shape)
+        return full_reply(self.envelope, self.tokenizer, collectors, self.reply_format)
 
     def begin(self) -> bytes:
         return b""
@@ -265,15 +277,15 @@ class ChunkWriter:
         self, prompt_index: int, piece: CompletionOutput, collectors: list[Collector]
     ) -> bytes:
         """Return the chunks for a piece of text. The role or the prompt precede the first piece."""
-        index = prompt_index * self.shape.n + piece.index
+        index = prompt_index * self.reply_format.n + piece.index
         first = b""
         if index not in self._started:
             self._started.add(index)
-            if self.shape.chat:
+            if self.reply_format.chat:
                 first = self._role(index, collectors[prompt_index])
-            elif self.shape.echo:
+            elif self.reply_format.echo:
                 first = self._echo(index, collectors[prompt_index])
-        if not self.shape.prompt_only:
+        if not self.reply_format.prompt_only:
             return first + self._chunk(index, piece, collectors)
         if piece.finish_reason is None:
             return first
@@ -287,16 +299,16 @@ class ChunkWriter:
             b'"logprobs":null,"finish_reason":null}' % index
         )
         extra: dict[str, Any] = {}
-        if self.shape.token_ids:
+        if self.reply_format.token_ids:
             extra["prompt_token_ids"] = collector.request.prompt
-        if self.shape.prompt_text:
+        if self.reply_format.prompt_text:
             extra["prompt_text"] = prompt_text(self.tokenizer, collector)
         extra_members = b"," + encode(extra)[1:-1] if extra else b""
         tail = self._tail_of([collector])
         chunks = self._head + first + b"]" + extra_members + tail[1:]
-        if self.shape.prefix:
-            delta = {"content": self.shape.prefix}
-            chunks += self._rich(index, CompletionOutput(index, "", []), [collector], delta)
+        if self.reply_format.prefix:
+            delta = {"content": self.reply_format.prefix}
+            chunks += self._full_chunk(index, CompletionOutput(index, "", []), [collector], delta)
         return chunks
 
     def _echo(self, index: int, collector: Collector) -> bytes:
@@ -304,7 +316,7 @@ class ChunkWriter:
         echoed = CompletionOutput(
             index, prompt_text(self.tokenizer, collector), collector.request.prompt
         )
-        if collector.prompt_logprobs is not None and self.shape.logprobs is not None:
+        if collector.prompt_logprobs is not None and self.reply_format.logprobs is not None:
             positions: list[Any] = list(collector.prompt_logprobs)
             echoed.logprobs = positions
         self._offsets[index] = Offsets(
@@ -326,12 +338,12 @@ class ChunkWriter:
         """Return the chunk for a piece of text. `echoed` is true if the piece is the prompt."""
         if not echoed:
             self._sent_tokens += len(piece.token_ids)
-        if self.shape.is_parsed:
+        if self.reply_format.is_parsed:
             return self._with_parts(index, piece, collectors)
-        if self._is_rich:
+        if self._has_extra_fields:
             delta = {"content": piece.text} if piece.text else {}
-            return self._rich(index, piece, collectors, delta, echoed)
-        if self.shape.chat:
+            return self._full_chunk(index, piece, collectors, delta, echoed)
+        if self.reply_format.chat:
             delta_text = (
                 b'"delta":{"content":%b}' % encode(piece.text) if piece.text else b'"delta":{}'
             )
@@ -355,17 +367,19 @@ class ChunkWriter:
         There may be no chunk at all.
         """
         if index not in self._parsers:
-            self._parsers[index] = self.shape.parser()
+            self._parsers[index] = self.reply_format.parser()
         parser = self._parsers[index]
         empty_piece = CompletionOutput(index, "", [])
         chunks: list[bytes] = []
         for part in parser.push(piece.text, piece.finish_reason is not None):
             delta = self._delta(part)
             if delta is not None:
-                chunks.append(self._rich(index, empty_piece, collectors, delta))
-        if piece.finish_reason is not None or self._is_rich:
-            last = replace(piece, finish_reason=finish_reason(piece, parser.calls, self.shape))
-            chunks.append(self._rich(index, last, collectors, {}))
+                chunks.append(self._full_chunk(index, empty_piece, collectors, delta))
+        if piece.finish_reason is not None or self._has_extra_fields:
+            last = replace(
+                piece, finish_reason=finish_reason(piece, parser.calls, self.reply_format)
+            )
+            chunks.append(self._full_chunk(index, last, collectors, {}))
         return b"".join(chunks)
 
     def _delta(self, part: Delta) -> dict[str, Any] | None:
@@ -373,17 +387,17 @@ class ChunkWriter:
         if isinstance(part, str):
             return {"content": part}
         if isinstance(part, ReasoningDelta):
-            if not self.shape.shows_reasoning:
+            if not self.reply_format.shows_reasoning:
                 return None
             return {"reasoning": part.text, "reasoning_content": part.text}
-        if not self.shape.is_legacy:
+        if not self.reply_format.is_legacy:
             return _call_delta(part)
         if part.call:
             return None
         name = {} if part.name is None else {"name": part.name}
         return {"function_call": {**name, "arguments": part.arguments}}
 
-    def _rich(
+    def _full_chunk(
         self,
         index: int,
         piece: CompletionOutput,
@@ -392,7 +406,7 @@ class ChunkWriter:
         echoed: bool = False,
     ) -> bytes:
         choice: dict[str, Any] = {"index": index}
-        if self.shape.chat:
+        if self.reply_format.chat:
             choice["delta"] = delta
         else:
             choice["text"] = piece.text
@@ -400,21 +414,21 @@ class ChunkWriter:
         choice["finish_reason"] = piece.finish_reason
         if piece.stop_reason is not None:
             choice["stop_reason"] = piece.stop_reason
-        if self.shape.token_ids:
+        if self.reply_format.token_ids:
             choice["token_ids"] = [] if echoed else piece.token_ids
-            if not self.shape.chat and index not in self._with_prompt_ids:
+            if not self.reply_format.chat and index not in self._with_prompt_ids:
                 self._with_prompt_ids.add(index)
-                collector = collectors[0 if echoed else index // self.shape.n]
+                collector = collectors[0 if echoed else index // self.reply_format.n]
                 choice["prompt_token_ids"] = collector.request.prompt
         return self._head + encode(choice) + self._tail_of(collectors)
 
     def _logprobs(
         self, index: int, piece: CompletionOutput, collectors: list[Collector]
     ) -> dict[str, Any] | None:
-        layout = self.shape.logprobs
+        layout = self.reply_format.logprobs
         if piece.logprobs is None or layout is None:
             return None
-        if self.shape.chat:
+        if self.reply_format.chat:
             return layout.chat(self.tokenizer, piece.logprobs)
         if index not in self._offsets:
             self._offsets[index] = Offsets(
@@ -427,7 +441,7 @@ class ChunkWriter:
 
     def _tail_of(self, collectors: list[Collector]) -> bytes:
         """Return the end of a chunk, with the usage so far if every chunk has it."""
-        if self.shape.usage != "all":
+        if self.reply_format.usage != "all":
             return self._tail
         return b'],"usage":' + encode(usage_of(collectors, self._sent_tokens)) + b"}\n\n"
 
@@ -437,8 +451,8 @@ class ChunkWriter:
         The usage precedes an error, because clients stop reading at an error.
         """
         events = b""
-        if self.shape.usage is not None:
-            usage = usage_of(collectors, 0 if self.shape.prompt_only else None)
+        if self.reply_format.usage is not None:
+            usage = usage_of(collectors, 0 if self.reply_format.prompt_only else None)
             events = self._head + b'],"usage":' + encode(usage) + b"}\n\n"
         if error is not None:
             events += event(error.encode())

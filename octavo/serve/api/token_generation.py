@@ -17,7 +17,7 @@ from octavo.params import SamplingParams
 from octavo.serve.api.api_errors import ApiError, invalid_field
 from octavo.serve.api.logprobs import Offsets, prompt_logprobs_of
 from octavo.serve.api.protocol import CompletionRequest, OpenAI, TokensRequest
-from octavo.serve.api.replies import DONE, KEEP_ALIVE, Shape, event, usage_of
+from octavo.serve.api.replies import DONE, KEEP_ALIVE, ReplyFormat, event, usage_of
 from octavo.serve.api.reply_writer import EVENT_STREAM
 from octavo.text.tokenizer import Tokenizer
 
@@ -63,14 +63,16 @@ class TokensWriter:
     content_type = EVENT_STREAM
     keep_alive = KEEP_ALIVE
 
-    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, shape: Shape):
+    def __init__(
+        self, request_id: str, model: str, tokenizer: Tokenizer, reply_format: ReplyFormat
+    ):
         self._request_id = request_id
         self._model = model
         self._tokenizer = tokenizer
-        self._shape = shape
+        self._reply_format = reply_format
 
     def _choice(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
-        layout = self._shape.logprobs
+        layout = self._reply_format.logprobs
         logprobs = None
         if layout is not None and completion.logprobs is not None:
             logprobs = layout.chat(self._tokenizer, completion.logprobs)
@@ -86,7 +88,9 @@ class TokensWriter:
         choices = [
             self._choice(index, completion) for index, completion in enumerate(collector.best)
         ]
-        prompt_logprobs = prompt_logprobs_of(collector) if self._shape.prompt_logprobs else None
+        prompt_logprobs = (
+            prompt_logprobs_of(collector) if self._reply_format.prompt_logprobs else None
+        )
         return {
             "request_id": self._request_id,
             "model": self._model,
@@ -110,7 +114,7 @@ class TokensWriter:
 
     def end(self, collectors: list[Collector], error: ApiError | None) -> bytes:
         events = b""
-        if self._shape.usage is not None:
+        if self._reply_format.usage is not None:
             chunk = {"request_id": self._request_id, "choices": [], "usage": usage_of(collectors)}
             events += event(encode(chunk))
         if error is not None:

@@ -16,10 +16,10 @@ async def messages(exchange: Exchange) -> None:
     body, unknown = await exchange.body(MessagesRequest, generates=True)
     translation = anthropic_messages.to_chat(body, front.config.limits)
     with translation.fields.errors():
-        prepared, shape = await prepare(exchange, translation, unknown, MESSAGES_TABLE)
-        parser = shape.parser()
+        prepared, reply_format = await prepare(exchange, translation, unknown, MESSAGES_TABLE)
+        parser = reply_format.parser()
         writer = MessageWriter(exchange.caller.id, front.config.name, parser, body)
-        await answer(exchange, prepared, writer, shape.stream)
+        await answer(exchange, prepared, writer, reply_format.stream)
 
 
 async def count_tokens(exchange: Exchange) -> None:

@@ -25,7 +25,7 @@ from octavo.serve.api.protocol import (
     OpenAI,
     TokensRequest,
 )
-from octavo.serve.api.replies import ChunkWriter, Envelope, Shape
+from octavo.serve.api.replies import ChunkWriter, Envelope, ReplyFormat
 from octavo.serve.api.reply_writer import ReplyWriter
 from octavo.serve.api.request_fields import FIELDS, Field
 from octavo.serve.api.request_reasoning import reasoning_start, reasoning_style, show_tags
@@ -63,14 +63,16 @@ def open_call(front: Front, caller: Caller, prepared: Prepared, stream: bool) ->
 
 async def chat_completions(exchange: Exchange) -> None:
     body, unknown = await exchange.body(ChatRequest, generates=True)
-    prepared, shape = await prepare_chat(exchange.front, exchange.caller, body, unknown)
-    await answer(exchange, prepared, chunk_writer(exchange, shape), shape.stream)
+    prepared, reply_format = await prepare_chat(exchange.front, exchange.caller, body, unknown)
+    await answer(exchange, prepared, chunk_writer(exchange, reply_format), reply_format.stream)
 
 
 async def completions(exchange: Exchange) -> None:
     body, unknown = await exchange.body(CompletionRequest, generates=True)
-    prepared, shape = await prepare_completion(exchange.front, exchange.caller, body, unknown)
-    await answer(exchange, prepared, chunk_writer(exchange, shape), shape.stream)
+    prepared, reply_format = await prepare_completion(
+        exchange.front, exchange.caller, body, unknown
+    )
+    await answer(exchange, prepared, chunk_writer(exchange, reply_format), reply_format.stream)
 
 
 async def chat_batch(exchange: Exchange) -> None:
@@ -87,15 +89,15 @@ async def chat_batch(exchange: Exchange) -> None:
             raise unsupported(name, "this route answers several conversations in text")
     shared_fields = {name: getattr(body, name) for name in ChatRequest.__struct_fields__}
     chats = [ChatRequest(**{**shared_fields, "messages": messages}) for messages in conversations]
-    checked, shape = read_chat(front, caller, chats[0], unknown)
+    checked, reply_format = read_chat(front, caller, chats[0], unknown)
     context = prompt.max_prompt_tokens(front, body.truncate_prompt_tokens)
     prompts: list[tuple[str | None, list[int]]] = []
     for index, chat in enumerate(chats):
         with FieldNames({"messages": f"messages.{index}"}).errors():
             prompts.append((None, await prompt.chat_ids(front, chat, checked, None, context)))
-    shape.reasoning = reasoning_start(front, chats[0], prompts[0][1], checked)
+    reply_format.reasoning = reasoning_start(front, chats[0], prompts[0][1], checked)
     prepared = validate.build(front, caller, chats[0], prompts, checked, param="messages")
-    await answer(exchange, prepared, chunk_writer(exchange, shape), stream=False)
+    await answer(exchange, prepared, chunk_writer(exchange, reply_format), stream=False)
 
 
 async def generate_tokens(exchange: Exchange) -> None:
@@ -104,14 +106,16 @@ async def generate_tokens(exchange: Exchange) -> None:
     body, unknown = await exchange.body(TokensRequest, generates=True)
     completion, moved_fields = token_generation.to_completion(body)
     with FieldNames({"prompt": "token_ids"}).errors():
-        prepared, shape = await prepare_completion(
+        prepared, reply_format = await prepare_completion(
             front, exchange.caller, completion, {**moved_fields, **unknown}
         )
-    if shape.logprobs is not None:
-        shape.logprobs = replace(shape.logprobs, top=max(shape.logprobs.top, 1))
+    if reply_format.logprobs is not None:
+        reply_format.logprobs = replace(
+            reply_format.logprobs, top=max(reply_format.logprobs.top, 1)
+        )
     request_id = body.request_id or exchange.caller.id
-    writer = TokensWriter(request_id, front.config.name, front.tokenizer, shape)
-    await answer(exchange, prepared, writer, shape.stream)
+    writer = TokensWriter(request_id, front.config.name, front.tokenizer, reply_format)
+    await answer(exchange, prepared, writer, reply_format.stream)
 
 
 async def render(exchange: Exchange) -> None:
@@ -123,9 +127,9 @@ async def render(exchange: Exchange) -> None:
     body, unknown = await exchange.body(ChatRequest)
     wants_offsets = bool(unknown.pop("return_token_offsets", False))
     unknown.pop("return_assistant_tokens_mask", None)  # It is always null.
-    checked, shape = read_chat(front, exchange.caller, body, unknown)
+    checked, reply_format = read_chat(front, exchange.caller, body, unknown)
     checked.params.check_vocabulary(front.engine_client.model.vocab_size)
-    ids = await prompt.chat_ids(front, body, checked, shape.tools, context=sys.maxsize)
+    ids = await prompt.chat_ids(front, body, checked, reply_format.tools, context=sys.maxsize)
     text = await front.text.decode(front.tokenizer, ids)
     reply = await describe_prompt(exchange, body, checked, (text, ids), wants_offsets)
     await exchange.reply(reply, checked.headers)
@@ -161,9 +165,9 @@ async def describe_prompt(
         offsets = await asyncio.to_thread(
             token_generation.token_offsets, front.tokenizer, *rendered_prompt
         )
-    shape = Shape(chat=isinstance(body, ChatRequest))
+    reply_format = ReplyFormat(chat=isinstance(body, ChatRequest))
     description = token_generation.rendered(
-        envelope(front, exchange.caller, shape).id,
+        envelope(front, exchange.caller, reply_format).id,
         front.config.name,
         rendered_prompt,
         checked.params,
@@ -213,7 +217,7 @@ def _prompt_logprobs(body: OpenAI, params: SamplingParams, limit: int) -> Sampli
 
 
 def _logprobs(
-    body: OpenAI, shape: Shape, params: SamplingParams, top: int | None
+    body: OpenAI, reply_format: ReplyFormat, params: SamplingParams, top: int | None
 ) -> SamplingParams:
     """Return the parameters with logprobs of the `top` likeliest tokens, or none if it is None."""
     if top is None:
@@ -224,21 +228,21 @@ def _logprobs(
             )
         return params
     params = replace(params, logprobs=top, logprob_token_ids=body.logprob_token_ids)
-    shape.logprobs = Layout(top, params.logprob_token_ids, shape.tokens_as_ids)
+    reply_format.logprobs = Layout(top, params.logprob_token_ids, reply_format.tokens_as_ids)
     return params
 
 
-def _shape(front: Front, body: OpenAI, chat: bool, headers: dict[str, str]) -> Shape:
-    """Return the part of the reply's shape that chats and completions have in common."""
-    shape = Shape(chat=chat, n=1 if body.n is None else body.n)
+def _reply_format(front: Front, body: OpenAI, chat: bool, headers: dict[str, str]) -> ReplyFormat:
+    """Return the part of the reply's format that chats and completions have in common."""
+    reply_format = ReplyFormat(chat=chat, n=1 if body.n is None else body.n)
     forced = front.config.enable_force_include_usage
-    shape.stream, shape.usage = _stream(body, headers, forced)
-    shape.tokens_as_ids = front.config.return_tokens_as_token_ids
+    reply_format.stream, reply_format.usage = _stream(body, headers, forced)
+    reply_format.tokens_as_ids = front.config.return_tokens_as_token_ids
     if body.return_tokens_as_token_ids is not None:
-        shape.tokens_as_ids = body.return_tokens_as_token_ids
-    shape.prompt_logprobs = body.prompt_logprobs is not None
-    shape.token_ids = bool(body.return_token_ids)
-    return shape
+        reply_format.tokens_as_ids = body.return_tokens_as_token_ids
+    reply_format.prompt_logprobs = body.prompt_logprobs is not None
+    reply_format.token_ids = bool(body.return_token_ids)
+    return reply_format
 
 
 def read_chat(
@@ -247,8 +251,8 @@ def read_chat(
     body: ChatRequest,
     unknown: dict[str, Any],
     table: Mapping[str, Field] = FIELDS,
-) -> tuple[CheckedRequest, Shape]:
-    """Return the checked request without its prompt, and the shape of its reply.
+) -> tuple[CheckedRequest, ReplyFormat]:
+    """Return the checked request without its prompt, and the format of its reply.
 
     `table` has the fields of the API to which the unknown fields were sent.
     """
@@ -257,10 +261,10 @@ def read_chat(
     prompt.check_template_options(front, body, headers)
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(front, body)
-    shape = _shape(front, body, True, headers)
-    shape.prompt_text = bool(body.return_prompt_text)
-    shape.prefix = last_message(body) if body.echo else ""
-    params = validate.choices(body, params, shape.n, 1, shape.stream, limits, headers)
+    reply_format = _reply_format(front, body, True, headers)
+    reply_format.prompt_text = bool(body.return_prompt_text)
+    reply_format.prefix = last_message(body) if body.echo else ""
+    params = validate.choices(body, params, reply_format.n, 1, reply_format.stream, limits, headers)
     if body.top_logprobs and not body.logprobs:
         raise invalid_field(
             "top_logprobs", "top_logprobs needs logprobs: set logprobs to true as well"
@@ -274,18 +278,18 @@ def read_chat(
     if body.thinking_token_budget is not None:
         validate.check_count("thinking_token_budget", body.thinking_token_budget, -1)
     params = _prompt_logprobs(body, params, limits.top_logprobs)
-    params = _logprobs(body, shape, params, top)
+    params = _logprobs(body, reply_format, params, top)
     _check_minimum(params, max_tokens)
-    shape.is_legacy = replace_functions(body)
-    shape.tools = read_tools(front, body, params.structured_outputs)
-    if shape.tools is not None:
-        params = shape.tools.sampling(params)
-        shape.tools.note(headers)
+    reply_format.is_legacy = replace_functions(body)
+    reply_format.tools = read_tools(front, body, params.structured_outputs)
+    if reply_format.tools is not None:
+        params = reply_format.tools.sampling(params)
+        reply_format.tools.note(headers)
     style = reasoning_style(front, body)
     if style is not None:
         params = show_tags(front.tokenizer, style, params)
-    shape.shows_reasoning = body.include_reasoning is not False
-    return CheckedRequest(params, max_tokens, timeout, headers), shape
+    reply_format.shows_reasoning = body.include_reasoning is not False
+    return CheckedRequest(params, max_tokens, timeout, headers), reply_format
 
 
 def last_message(body: ChatRequest) -> str:
@@ -313,17 +317,17 @@ async def prepare_chat(
     body: ChatRequest,
     unknown: dict[str, Any],
     table: Mapping[str, Field] = FIELDS,
-) -> tuple[Prepared, Shape]:
-    checked, shape = read_chat(front, caller, body, unknown, table)
+) -> tuple[Prepared, ReplyFormat]:
+    checked, reply_format = read_chat(front, caller, body, unknown, table)
     context = prompt.max_prompt_tokens(front, body.truncate_prompt_tokens)
-    ids = await prompt.chat_ids(front, body, checked, shape.tools, context)
-    shape.reasoning = reasoning_start(front, body, ids, checked)
+    ids = await prompt.chat_ids(front, body, checked, reply_format.tools, context)
+    reply_format.reasoning = reasoning_start(front, body, ids, checked)
     prepared = validate.build(front, caller, body, [(None, ids)], checked, param="messages")
-    if shape.tools is not None and shape.tools.grammar is not None:
+    if reply_format.tools is not None and reply_format.tools.grammar is not None:
         prepared.structure_field = "tools"
-    if shape.tools is not None and not shape.tools.parallel:
-        prepared.make_end_check = shape.tools.make_end_check
-    return prepared, shape
+    if reply_format.tools is not None and not reply_format.tools.parallel:
+        prepared.make_end_check = reply_format.tools.make_end_check
+    return prepared, reply_format
 
 
 async def prepare_completion(
@@ -332,10 +336,10 @@ async def prepare_completion(
     body: CompletionRequest,
     unknown: dict[str, Any],
     table: Mapping[str, Field] = FIELDS,
-) -> tuple[Prepared, Shape]:
-    checked, shape = read_completion(front, caller, body, unknown, table)
+) -> tuple[Prepared, ReplyFormat]:
+    checked, reply_format = read_completion(front, caller, body, unknown, table)
     prompts = await prompt.completion_prompts(front, body, checked)
-    return validate.build(front, caller, body, prompts, checked), shape
+    return validate.build(front, caller, body, prompts, checked), reply_format
 
 
 def read_completion(
@@ -344,18 +348,20 @@ def read_completion(
     body: CompletionRequest,
     unknown: dict[str, Any],
     table: Mapping[str, Field] = FIELDS,
-) -> tuple[CheckedRequest, Shape]:
-    """Return the checked request without its prompts, and the shape of its reply."""
+) -> tuple[CheckedRequest, ReplyFormat]:
+    """Return the checked request without its prompts, and the format of its reply."""
     limits = front.config.limits
     headers = validate.check_fields(front, unknown, chat=False, table=table)
     timeout = validate.check_common(front, caller, body)
     params = validate.sampling(front, body)
-    shape = _shape(front, body, False, headers)
-    shape.echo = bool(body.echo)
+    reply_format = _reply_format(front, body, False, headers)
+    reply_format.echo = bool(body.echo)
     num_prompts = 1
     if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
         num_prompts = len(body.prompt)
-    params = validate.choices(body, params, shape.n, num_prompts, shape.stream, limits, headers)
+    params = validate.choices(
+        body, params, reply_format.n, num_prompts, reply_format.stream, limits, headers
+    )
     if body.logprobs is True:
         raise invalid_field(
             "logprobs", "logprobs of a completion must be a number of tokens, got true"
@@ -363,16 +369,16 @@ def read_completion(
     top = None if body.logprobs is False else body.logprobs
     if top is not None:
         validate.check_count("logprobs", top, 0, limits.completion_logprobs)
-    max_tokens = validate.reply_length(body, LENGTHS, minimum=0 if shape.echo else 1)
+    max_tokens = validate.reply_length(body, LENGTHS, minimum=0 if reply_format.echo else 1)
     if max_tokens is None:
         max_tokens = DEFAULT_TOKENS
-    shape.prompt_only = shape.echo and max_tokens == 0
+    reply_format.prompt_only = reply_format.echo and max_tokens == 0
     params = _prompt_logprobs(body, params, limits.top_logprobs)
-    if shape.echo and top is not None:
+    if reply_format.echo and top is not None:
         params = replace(params, prompt_logprobs=max(top, params.prompt_logprobs or 0))
-    params = _logprobs(body, shape, params, top)
+    params = _logprobs(body, reply_format, params, top)
     _check_minimum(params, max_tokens)
-    return CheckedRequest(params, max(max_tokens, 1), timeout, headers), shape
+    return CheckedRequest(params, max(max_tokens, 1), timeout, headers), reply_format
 
 
 def _check_minimum(params: SamplingParams, max_tokens: int | None) -> None:
@@ -447,11 +453,13 @@ async def send_stream(
     await exchange.write(writer.end(call.collectors, error), last=True)
 
 
-def chunk_writer(exchange: Exchange, shape: Shape) -> ChunkWriter:
+def chunk_writer(exchange: Exchange, reply_format: ReplyFormat) -> ChunkWriter:
     front = exchange.front
-    return ChunkWriter(envelope(front, exchange.caller, shape), front.tokenizer, shape)
+    return ChunkWriter(
+        envelope(front, exchange.caller, reply_format), front.tokenizer, reply_format
+    )
 
 
-def envelope(front: Front, caller: Caller, shape: Shape) -> Envelope:
-    id = f"{'chatcmpl' if shape.chat else 'cmpl'}-{caller.id.removeprefix('req_')}"
+def envelope(front: Front, caller: Caller, reply_format: ReplyFormat) -> Envelope:
+    id = f"{'chatcmpl' if reply_format.chat else 'cmpl'}-{caller.id.removeprefix('req_')}"
     return Envelope(id, front.config.name, front.fingerprint)

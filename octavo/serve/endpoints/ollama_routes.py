@@ -33,10 +33,10 @@ async def chat(exchange: Exchange) -> None:
     with translation.fields.errors():
         if not body.messages:
             return await reply_loaded(exchange, translation, unknown, is_chat=True)
-        prepared, shape = await prepare(exchange, translation, unknown, OLLAMA_TABLE)
-        parser = shape.parser()
-        writer = LineWriter(config.name, parser, shape, front.tokenizer, is_chat=True)
-        await answer(exchange, prepared, writer, shape.stream)
+        prepared, reply_format = await prepare(exchange, translation, unknown, OLLAMA_TABLE)
+        parser = reply_format.parser()
+        writer = LineWriter(config.name, parser, reply_format, front.tokenizer, is_chat=True)
+        await answer(exchange, prepared, writer, reply_format.stream)
 
 
 async def generate(exchange: Exchange) -> None:
@@ -49,10 +49,10 @@ async def generate(exchange: Exchange) -> None:
     with translation.fields.errors():
         if not body.prompt:
             return await reply_loaded(exchange, translation, unknown, is_chat=False)
-        prepared, shape = await prepare(exchange, translation, unknown, OLLAMA_TABLE)
-        parser = shape.parser()
-        writer = LineWriter(config.name, parser, shape, front.tokenizer, is_chat=False)
-        await answer(exchange, prepared, writer, shape.stream)
+        prepared, reply_format = await prepare(exchange, translation, unknown, OLLAMA_TABLE)
+        parser = reply_format.parser()
+        writer = LineWriter(config.name, parser, reply_format, front.tokenizer, is_chat=False)
+        await answer(exchange, prepared, writer, reply_format.stream)
 
 
 async def generate_raw(
@@ -63,13 +63,13 @@ async def generate_raw(
     config = front.config
     completion, fields = ollama_api.generate_to_completion(body, config.names)
     with fields.errors():
-        prepared, shape = await prepare_completion(
+        prepared, reply_format = await prepare_completion(
             front, exchange.caller, completion, unknown, OLLAMA_TABLE
         )
         finish_headers(fields, prepared.headers)
         parser = ReplyParser(tools=None, reasoning=None)
-        writer = LineWriter(config.name, parser, shape, front.tokenizer, is_chat=False)
-        await answer(exchange, prepared, writer, shape.stream)
+        writer = LineWriter(config.name, parser, reply_format, front.tokenizer, is_chat=False)
+        await answer(exchange, prepared, writer, reply_format.stream)
 
 
 async def reply_loaded(

@@ -37,9 +37,11 @@ async def create(exchange: Exchange) -> None:
             store.add(caller.owner, response, [*messages, *output])
 
     with translation.fields.errors():
-        prepared, shape = await prepare(exchange, translation, unknown, RESPONSES_TABLE)
+        prepared, reply_format = await prepare(exchange, translation, unknown, RESPONSES_TABLE)
         response = new_response(body, response_id(caller.id), front.config.name)
-        writer = ResponseWriter(response, shape.parser(), shape, front.tokenizer, completed)
+        writer = ResponseWriter(
+            response, reply_format.parser(), reply_format, front.tokenizer, completed
+        )
         if body.background:
             call = open_call(front, caller, prepared, stream=False)
             store.begin(response["id"], caller.owner, response)
@@ -47,7 +49,7 @@ async def create(exchange: Exchange) -> None:
             return await exchange.reply(response, prepared.headers)
         store.begin(response["id"], caller.owner, response)
         try:
-            await answer(exchange, prepared, writer, shape.stream)
+            await answer(exchange, prepared, writer, reply_format.stream)
         finally:
             store.end(response["id"])
 

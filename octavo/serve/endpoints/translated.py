@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.serve.api import prompt, validate
 from octavo.serve.api.api_errors import unsupported
-from octavo.serve.api.replies import Shape
+from octavo.serve.api.replies import ReplyFormat
 from octavo.serve.api.request_fields import Field
 from octavo.serve.api.translation import FieldNames, Translation
 from octavo.serve.api.validate import LABEL, CheckedRequest, Prepared
@@ -21,14 +21,14 @@ async def prepare(
     translation: Translation,
     unknown: dict[str, Any],
     table: Mapping[str, Field],
-) -> tuple[Prepared, Shape]:
+) -> tuple[Prepared, ReplyFormat]:
     """Check a translated request. `table` has the fields of its API."""
     check_members(exchange, translation.fields)
-    prepared, shape = await prepare_chat(
+    prepared, reply_format = await prepare_chat(
         exchange.front, exchange.caller, translation.chat, unknown, table
     )
     finish_headers(translation.fields, prepared.headers)
-    return prepared, shape
+    return prepared, reply_format
 
 
 async def count_prompt(
@@ -38,11 +38,11 @@ async def count_prompt(
     table: Mapping[str, Field],
 ) -> tuple[int, dict[str, str]]:
     """Return the number of tokens in the prompt, and the headers of the reply."""
-    checked, shape = read(exchange, translation, unknown, table)
+    checked, reply_format = read(exchange, translation, unknown, table)
     front = exchange.front
     chat = translation.chat
     checked.params.check_vocabulary(front.engine_client.model.vocab_size)
-    ids = await prompt.chat_ids(front, chat, checked, shape.tools, context=sys.maxsize)
+    ids = await prompt.chat_ids(front, chat, checked, reply_format.tools, context=sys.maxsize)
     finish_headers(translation.fields, checked.headers)
     return len(ids), checked.headers
 
@@ -52,7 +52,7 @@ def read(
     translation: Translation,
     unknown: dict[str, Any],
     table: Mapping[str, Field],
-) -> tuple[CheckedRequest, Shape]:
+) -> tuple[CheckedRequest, ReplyFormat]:
     """Check a translated request except for its prompt."""
     check_members(exchange, translation.fields)
     return read_chat(exchange.front, exchange.caller, translation.chat, unknown, table)
