@@ -69,7 +69,7 @@ def test_an_urgent_stream_pauses_others() -> None:
     while not low.finished:
         llm.step()
     assert (
-        low.outputs[0].token_ids
+        low.completions[0].token_ids
         == ids_of(make().generate([[5] * 8], SamplingParams(max_tokens=30, **GREEDY)))[0]
     )
 
