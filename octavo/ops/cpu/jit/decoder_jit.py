@@ -44,6 +44,7 @@ from octavo.ops.cpu.jit.llvm_intrinsics import (
 from octavo.ops.cpu.jit.matmul_jit import (
     STRIP,
     TILE,
+    block_layout,
     block_product,
     padded,
     quantize_strips,
@@ -348,6 +349,7 @@ def multiply(
     quantized = field(job, QUANTIZED)
     row_size = row_bytes(inputs, group_size)
     bias = field(weight, matmul_jit.BIAS)
+    layout = block_layout(weight)
     tile_values = scratch_of(worker, job)  # two tiles of [TILE, LANES]
     second_tile = tile_values + TILE * LANES * 4
     num_blocks = (num_outputs + LANES - 1) // LANES
@@ -375,7 +377,7 @@ def multiply(
                     prefetch_column(target + LANES * 4, num_outputs * 4, min(TILE, end_row - row))
                     if direct:
                         rows_done = block_product(
-                            weight,
+                            layout,
                             block,
                             source,
                             row_size,
@@ -388,7 +390,7 @@ def multiply(
                             add_bias(target, num_outputs * 4, rows_done, bias + block * LANES * 4)
                     else:
                         rows_done = block_product(
-                            weight,
+                            layout,
                             block,
                             source,
                             row_size,
@@ -408,7 +410,7 @@ def multiply(
                                 )
                         else:
                             block_product(
-                                weight,
+                                layout,
                                 block + num_blocks,
                                 source,
                                 row_size,

@@ -18,7 +18,7 @@ instead of 0.4% on the same text.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import types
 
@@ -105,9 +105,6 @@ def tile_kernel(num_rows: int, bits: int, least: bool) -> Any:
     zero_point = 0 if least else 1 << (bits - 1)
     strip_bytes = STRIP * LANES * bits // 8
     signed = bits == 8 and not ISA.dot  # the top bit of stored bytes is flipped
-    # With several rows, a block takes long enough to hide the latency of the next one. With fewer
-    # rows the kernel only streams.
-    prefetches = num_rows > 2
 
     @intrinsic(VOID, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER, INT, INT, INT)
     def run(
@@ -139,12 +136,12 @@ def tile_kernel(num_rows: int, bits: int, least: bool) -> Any:
             scale_offset = emitter.opaque(num_strips * STRIP + strip * 4)
             sum_offset = emitter.opaque(num_strips * (STRIP + 4) + strip * 4)
             product_offset = emitter.opaque(num_strips * (STRIP + 8) + strip * 4)
-            if prefetches:
-                emitter.prefetch(scale_base + offset + info_ahead)
-                if least:
-                    emitter.prefetch(least_base + offset + info_ahead)
-                for line in range(0, strip_bytes, 64):
-                    emitter.prefetch(base + codes_ahead + line)
+            # The hardware prefetcher stops at each 4 KiB boundary, so a later block is prefetched.
+            emitter.prefetch(scale_base + offset + info_ahead)
+            if least:
+                emitter.prefetch(least_base + offset + info_ahead)
+            for line in range(0, strip_bytes, 64):
+                emitter.prefetch(base + codes_ahead + line)
             sums = [emitter.constant(INTS, 0)] * num_rows
             if zero_point and not signed:
                 sums = [
@@ -212,9 +209,41 @@ int4_full, int4_4, int4_3, int4_2, int4_1 = tile_kernels(4, least=False)
 asym_full, asym_4, asym_3, asym_2, asym_1 = tile_kernels(4, least=True)
 
 
+class BlockLayout(NamedTuple):
+    """The blocks of a weight. A block has LANES outputs."""
+
+    bits: int
+    codes: int  # addresses of block 0
+    scale: int
+    least: int
+    code_bytes: int  # bytes of the codes of a block
+    info_bytes: int  # bytes of the scales of a block, and of its minima
+    groups: int
+    strips_per_group: int
+
+
+@inner
+def block_layout(weight: int) -> BlockLayout:
+    """Return the layout of a weight. A product computes it once, because divisions are slow."""
+    bits = field(weight, BITS)
+    group_size = field(weight, GROUP_SIZE)
+    size = padded(field(weight, NUM_INPUTS), group_size)
+    groups = size // group_size
+    return BlockLayout(
+        bits,
+        field(weight, CODES),
+        field(weight, SCALE),
+        field(weight, LEAST),
+        size * LANES * bits // 8,
+        groups * LANES * 2,
+        groups,
+        group_size // STRIP,
+    )
+
+
 @inner
 def block_product(
-    weight: int,
+    layout: BlockLayout,
     block: int,
     input_row: int,
     input_stride: int,
@@ -227,23 +256,16 @@ def block_product(
 
     The outputs start at block * LANES. The block that is `ahead` blocks further is prefetched.
     """
-    group_size = field(weight, GROUP_SIZE)
-    bits = field(weight, BITS)
-    size = padded(field(weight, NUM_INPUTS), group_size)
-    groups = size // group_size
-    strips = group_size // STRIP
-    stride = size * LANES * bits // 8
-    info_stride = groups * LANES * 2
-    codes = field(weight, CODES) + block * stride
-    scale = field(weight, SCALE) + block * info_stride
-    minima = field(weight, LEAST)
+    codes = layout.codes + block * layout.code_bytes
+    scale = layout.scale + block * layout.info_bytes
+    minima = layout.least
     if minima != 0:
-        minima += block * info_stride
+        minima += block * layout.info_bytes
     arguments = (
-        *(codes, scale, minima, input_row, input_stride, groups, strips),
-        *(output_row, output_stride, ahead * stride, ahead * info_stride),
+        *(codes, scale, minima, input_row, input_stride, layout.groups, layout.strips_per_group),
+        *(output_row, output_stride, ahead * layout.code_bytes, ahead * layout.info_bytes),
     )
-    if bits == 8:
+    if layout.bits == 8:
         if num_rows >= TILE:
             int8_full(*arguments)
             return TILE
