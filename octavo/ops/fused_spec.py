@@ -143,6 +143,7 @@ class StepRows(NamedTuple):
 
     slots: Tensor  # [R] int32
     offsets: Tensor  # [R] int32: 0, 1, 2... for the rows of one slot, which are neighbours
+    num_sequences: int  # slots with rows
     memory: SlotMemory
     max_len: int  # no row is at or behind this position
 

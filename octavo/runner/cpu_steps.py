@@ -50,6 +50,7 @@ class CpuSteps:
         rows = StepRows(
             slots=torch.tensor(slots, dtype=torch.int32),
             offsets=torch.tensor(offsets, dtype=torch.int32),
+            num_sequences=len(plan.items),
             memory=self.batch_slots.memory,
             max_len=max_len,
         )

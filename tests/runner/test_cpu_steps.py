@@ -89,6 +89,21 @@ def test_drafts_are_verified_in_the_same_way(method: str) -> None:
     assert speculation.counters.drafted > 20
 
 
+def test_drafts_of_a_long_text_have_the_logprobs_of_single_rows() -> None:
+    """The rows of a sequence share its keys, over several segments of keys."""
+    prompt = [5, 6, 7, 8] * 70 + [5, 6]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+    results = []
+    for speculative in ("off", "ngram,k=5,adaptive=no"):
+        llm = make(max_model_len=512, speculative_config=speculative)
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+        results.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None
+    assert speculation.counters.accepted > 3
+    assert results[0] == results[1]
+
+
 def test_a_row_without_a_finite_logit_ends_with_an_error() -> None:
     llm = make()
     llm.model.norm.fill_(float("nan"))

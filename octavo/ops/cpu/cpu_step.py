@@ -41,9 +41,13 @@ class StepBuffers:
         self.ids = torch.empty(num_rows, dtype=torch.int64)
         self.positions = torch.empty(num_rows, dtype=torch.int64)
         self.kv_indices = torch.empty(num_rows, dtype=torch.int64)
-        self.seq_lens = torch.empty(num_rows, dtype=torch.int32)
+        self.row_lengths = torch.empty(num_rows, dtype=torch.int32)
         self.differs = torch.empty(num_rows, dtype=torch.int32)
         self.query_start = torch.arange(num_rows + 1, dtype=torch.int32)
+        # The rows of a slot are one sequence of the attention. The step writes these.
+        self.sequence_start = torch.empty(num_rows + 1, dtype=torch.int32)
+        self.sequence_length = torch.empty(num_rows, dtype=torch.int32)
+        self.sequence_slot = torch.empty(num_rows, dtype=torch.int32)
         self.hidden = torch.empty(num_rows, hidden_size)
         self.output = torch.empty(num_rows, hidden_size)
         self.logits = torch.empty(num_rows, vocab_size)
@@ -70,8 +74,13 @@ class CpuStep:
         fields = self.pool.entry_points.step_jit
         with self.pool.lock:
             batch, attention, step, job = self._prepare(rows, kv_cache)
-            attention[self.pool.kernels.attention_jit.TABLE_ROWS] = rows.slots.data_ptr()
-            split_context(self.pool, attention, rows.max_len)
+            attention_fields = self.pool.kernels.attention_jit
+            attention[attention_fields.NUM_SEQUENCES] = rows.num_sequences
+            if rows.num_sequences == num_rows:
+                split_context(self.pool, attention, rows.max_len)
+            else:
+                attention[attention_fields.NUM_SEGMENTS] = 0
+            step[fields.ROW_SLOTS] = rows.slots.data_ptr()
             step[fields.OFFSETS] = rows.offsets.data_ptr()
             step[fields.SAMPLED] = tokens.data_ptr()
             step[fields.KEPT] = kept.data_ptr()
@@ -109,13 +118,16 @@ class CpuStep:
             positions=buffers.positions[:num_rows],
             kv_indices=buffers.kv_indices[:num_rows],
             query_start=buffers.query_start[: num_rows + 1],
-            seq_lens=buffers.seq_lens[:num_rows],
+            seq_lens=buffers.row_lengths[:num_rows],
             block_table=rows.memory.block_table,
             slots=rows.slots,
             logit_indices=buffers.ids[:num_rows],  # unused: every token has logits
             spans=[Span(index, 1, rows.max_len) for index in range(num_rows)],
         )
         attention = attention_record(self.pool, batch, decoder.num_heads, kv_cache, decoder.scale)
+        attention[kernels.attention_jit.QUERY_START] = buffers.sequence_start.data_ptr()
+        attention[kernels.attention_jit.SEQ_LENS] = buffers.sequence_length.data_ptr()
+        attention[kernels.attention_jit.TABLE_ROWS] = buffers.sequence_slot.data_ptr()
         hidden = buffers.hidden[:num_rows]
         job = self.decoder.fill_job(hidden, batch, attention, buffers.output[:num_rows])
         step = self._step_record(rows)
@@ -133,6 +145,7 @@ class CpuStep:
         sampling = memory.sampling
         step[fields.SLOT_STRIDE] = memory.tokens.stride(0)
         addresses: dict[int, Tensor] = {
+            fields.ROW_LENGTHS: self.buffers.row_lengths,
             fields.IDS: self.buffers.ids,
             fields.LOGITS: self.buffers.logits,
             fields.DIFFERS: self.buffers.differs,

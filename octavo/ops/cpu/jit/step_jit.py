@@ -1,8 +1,9 @@
 """A whole step that decodes, as one job: from the tokens in the batch slots to new tokens in them.
 
 A row is one token of a sequence. A sequence with drafts has several rows, at consecutive positions
-(octavo/runner/verification.py). No Python runs within the step, which would take a fifth of the
-time of a small model.
+(octavo/runner/verification.py). Attention computes the rows of a sequence together, so that they
+share its keys. No Python runs within the step, which would take a fifth of the time of a small
+model.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from octavo.ops.cpu.jit.llvm_intrinsics import (
     inner,
     load_f32,
     load_i32,
+    set_field,
     store_i32,
     store_i64,
 )
 from octavo.ops.cpu.jit.sampling_jit import likeliest_token, noise_key_of
 
-# The record of a step: int64. The slot of each row is in the record of the attention.
+# The record of a step: int64.
 (
+    ROW_SLOTS,  # int32 [rows]: the slot of each row
+    ROW_LENGTHS,  # int32 [rows]: the positions up to each row and with it, written by the step
     OFFSETS,  # int32 [rows]: the place of a row among those of its sequence
     EMBEDDING,  # the record of the embedding
     EMBEDDING_SCALE,  # float32
@@ -58,18 +62,36 @@ from octavo.ops.cpu.jit.sampling_jit import likeliest_token, noise_key_of
     SEED_LOW,  # int32
     SEED_HIGH,  # int32
     NUM_STEP_FIELDS,
-) = range(20)
+) = range(22)
 
 
 @inner
-def slot_of(job: int, row: int) -> int:
-    return load_i32(field(field(job, BATCH), attention_jit.TABLE_ROWS) + 4 * row)
+def slot_of(step: int, row: int) -> int:
+    return load_i32(field(step, ROW_SLOTS) + 4 * row)
 
 
 @inner
 def column(step: int, name: int, slot: int) -> int:
     """Return the address of a slot's entry."""
     return field(step, name) + 4 * slot * field(step, SLOT_STRIDE)
+
+
+@inner
+def group_rows(batch: int, step: int, num_rows: int) -> None:
+    """Make the rows of each slot one sequence of the attention."""
+    query_start = field(batch, attention_jit.QUERY_START)
+    sequence = -1
+    for row in range(num_rows):
+        slot = slot_of(step, row)
+        offset = load_i32(field(step, OFFSETS) + 4 * row)
+        if offset == 0:
+            sequence += 1
+            store_i32(query_start + 4 * sequence, row)
+            store_i32(field(batch, attention_jit.TABLE_ROWS) + 4 * sequence, slot)
+        length = load_i32(column(step, COMPUTED, slot)) + offset + 1
+        store_i32(field(batch, attention_jit.SEQ_LENS) + 4 * sequence, length)
+    store_i32(query_start + 4 * sequence + 4, num_rows)
+    set_field(batch, attention_jit.NUM_SEQUENCES, sequence + 1)
 
 
 @inner
@@ -82,7 +104,9 @@ def read_tokens(worker: int, job: int, step: int) -> None:
     scale = float_field(step, EMBEDDING_SCALE)
     row = thread_barrier.take_piece(worker, num_rows)
     while row >= 0:
-        slot = slot_of(job, row)
+        if row == 0:
+            group_rows(batch, step, num_rows)
+        slot = slot_of(step, row)
         offset = load_i32(field(step, OFFSETS) + 4 * row)
         position = load_i32(column(step, COMPUTED, slot)) + offset
         # A slot whose logits held no finite number has token -1; its sequence ends soon.
@@ -92,7 +116,7 @@ def read_tokens(worker: int, job: int, step: int) -> None:
         store_i64(field(step, IDS) + 8 * row, token)
         store_i64(field(job, POSITIONS) + 8 * row, position)
         store_i64(field(job, SLOTS) + 8 * row, block * block_size + position % block_size)
-        store_i32(field(batch, attention_jit.SEQ_LENS) + 4 * row, position + 1)
+        store_i32(field(step, ROW_LENGTHS) + 4 * row, position + 1)
         hidden = field(job, INPUT) + row * hidden_size * 4
         dequantize_row(field(step, EMBEDDING), token, hidden, scale)
         row = thread_barrier.take_piece(worker, num_rows)
@@ -102,14 +126,13 @@ def read_tokens(worker: int, job: int, step: int) -> None:
 @inner
 def sample_rows(worker: int, job: int, step: int) -> None:
     """Sample a token behind each row, and write it to the row's slot."""
-    batch = field(job, BATCH)
     num_rows = field(job, NUM_ROWS)
     vocabulary = field(field(step, HEAD), matmul_jit.NUM_OUTPUTS)
     keys = scratch_of(worker, job)
     row = thread_barrier.take_piece(worker, num_rows)
     while row >= 0:
-        slot = slot_of(job, row)
-        length = load_i32(field(batch, attention_jit.SEQ_LENS) + 4 * row)
+        slot = slot_of(step, row)
+        length = load_i32(field(step, ROW_LENGTHS) + 4 * row)
         logits = field(step, LOGITS) + row * vocabulary * 4
         temperature = load_f32(column(step, TEMPERATURE, slot))
         token = likeliest_token(logits, vocabulary)
@@ -149,8 +172,8 @@ def keep_rows(worker: int, job: int, step: int) -> None:
                 is_kept = 1
             store_i32(field(step, KEPT) + 4 * row, is_kept)
             if is_kept:
-                length = load_i32(field(field(job, BATCH), attention_jit.SEQ_LENS) + 4 * row)
-                store_i32(column(step, COMPUTED, slot_of(job, row)), length)
+                length = load_i32(field(step, ROW_LENGTHS) + 4 * row)
+                store_i32(column(step, COMPUTED, slot_of(step, row)), length)
             if load_i32(field(step, DIFFERS) + 4 * row):
                 is_kept = 0
     thread_barrier.finish_phase(worker, 1)
