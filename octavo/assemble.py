@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -708,6 +708,13 @@ def open_disk(loaded: ModelOnDevice, directory: Path, resolved: Resolved, kv: KV
     )
 
 
+class RankJob(NamedTuple):
+    """The message that says what a rank of tensor parallelism loads."""
+
+    source: ModelSource
+    options: EngineOptions
+
+
 def start_ranks(source: ModelSource, options: EngineOptions) -> Ranks | None:
     """Start the other ranks of tensor parallelism, which load their parts meanwhile."""
     size = options.tensor_parallel_size
@@ -715,7 +722,7 @@ def start_ranks(source: ModelSource, options: EngineOptions) -> Ranks | None:
         return None
     device = pick_device(options.device)
     gpus = visible_gpus(device, size) if device.type == "cuda" else []
-    return Ranks(size, device.type, job=(source, options), gpus=gpus)
+    return Ranks(size, device.type, RankJob(source, options), gpus)
 
 
 def visible_gpus(device: torch.device, size: int) -> list[str]:
@@ -772,7 +779,7 @@ class TierFacts:
 def agree_on_tiers(ranks: Ranks, runner: Runner) -> None:
     """Wait until all ranks have built their runners, and keep the records that all of them have."""
     own = TierFacts.of(runner)
-    others: list[TierFacts] = ranks.receive()
+    others = ranks.receive(TierFacts)
     if any(other.host_blocks != own.host_blocks for other in others):
         raise NotEnoughMemory(
             "not every rank has memory for the host tier of the KV cache: lower swap_space "

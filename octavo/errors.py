@@ -99,3 +99,7 @@ class DeviceOutOfMemory(OctavoError):
 
 class RankLost(OctavoError):
     """A rank of tensor parallelism has ended, and the engine cannot continue without it."""
+
+
+class MessageError(OctavoError):
+    """A message between processes has a value of another type than its field is declared with."""

@@ -186,7 +186,7 @@ class LLM:
         facts = ModelFacts.of(self.model, loaded.drafter)
         device_facts = DeviceFacts.of(self.device, self.model.ops.capturable)
         if self.ranks is not None:
-            device_facts = share_device([device_facts, *self.ranks.receive()])
+            device_facts = share_device([device_facts, *self.ranks.receive(DeviceFacts)])
         resolved = resolve(options, facts, device_facts)
         if self.ranks is not None:
             self.ranks.send(resolved)

@@ -12,17 +12,25 @@ import sys
 from collections import deque
 from multiprocessing.connection import Connection
 
-from octavo.assemble import DeviceFacts, Resolved, TierFacts, build_runner, load
+from octavo.assemble import DeviceFacts, RankJob, Resolved, TierFacts, build_runner, load
 from octavo.errors import OctavoError
+from octavo.message_encoding import decode, encode
 from octavo.ops.collectives import RankGroup
 from octavo.parent_process import die_with_parent
-from octavo.runner.ranks import COLLECTIVE_TIMEOUT, RankFailed, RankReport, RankStart
+from octavo.runner.ranks import (
+    COLLECTIVE_TIMEOUT,
+    RankFailed,
+    RankReport,
+    RankStart,
+    RankStarted,
+)
 from octavo.runner.runner import Runner, StepHandle
+from octavo.types import Plan
 
 
 def prepare(start: RankStart, connection: Connection) -> tuple[Runner, Resolved]:
     """Load this rank's part of the model, and build a runner of the size that rank 0 decides."""
-    source, options = start.job
+    job = decode(connection.recv_bytes(), RankJob)
     group = RankGroup(
         store_path=start.store_path,
         rank=start.rank,
@@ -30,10 +38,12 @@ def prepare(start: RankStart, connection: Connection) -> tuple[Runner, Resolved]
         device=start.device,
         timeout=COLLECTIVE_TIMEOUT,
     )
-    loaded = load(source, options, progress=False, ranks=group)
-    connection.send(DeviceFacts.of(loaded.device, loaded.model.ops.capturable))
-    runner, resolved = build_runner(loaded, options, connection.recv())
-    connection.send(TierFacts.of(runner))
+    loaded = load(job.source, job.options, progress=False, ranks=group)
+    facts = DeviceFacts.of(loaded.device, loaded.model.ops.capturable)
+    connection.send_bytes(encode(facts))
+    resolved = decode(connection.recv_bytes(), Resolved)
+    runner, resolved = build_runner(loaded, job.options, resolved)
+    connection.send_bytes(encode(TierFacts.of(runner)))
     return runner, resolved
 
 
@@ -46,8 +56,10 @@ def run_plans(runner: Runner, connection: Connection, depth: int) -> None:
             result = in_flight.popleft().wait()
             if reports_disk:
                 events = [event for event in result.disk_events if event.kind != "listed"]
-                connection.send(RankReport(events, result.corrupt_host_blocks))
-        in_flight.append(runner.launch(connection.recv()))
+                report = RankReport(events, result.corrupt_host_blocks)
+                connection.send_bytes(encode(report))
+        plan = decode(connection.recv_bytes(), Plan)
+        in_flight.append(runner.launch(plan))
 
 
 def main(descriptor: int) -> int:
@@ -55,15 +67,15 @@ def main(descriptor: int) -> int:
     die_with_parent()
     connection = Connection(descriptor)
     try:
-        start: RankStart = connection.recv()
+        start = decode(connection.recv_bytes(), RankStart)
         logging.basicConfig(
             level=logging.WARNING, format=f"rank {start.rank}: %(levelname)s %(message)s"
         )
-        connection.send("started")
+        connection.send_bytes(encode(RankStarted(start.rank)))
         try:
             runner, resolved = prepare(start, connection)
         except OctavoError as error:
-            connection.send(RankFailed(str(error)))
+            connection.send_bytes(encode(RankFailed(str(error))))
             return 1
         try:
             run_plans(runner, connection, resolved.schedule.depth)

@@ -9,7 +9,6 @@ for the memory does nothing."""
 
 from __future__ import annotations
 
-import pickle
 import random
 from array import array
 from collections import deque
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.errors import DeviceOutOfMemory
+from octavo.message_encoding import decode, encode
 from octavo.types import DiskEvent, Fetch, Plan, Save, SlotFill, StepResult, TokenLogprobs
 from tests import oracle
 
@@ -300,18 +300,25 @@ class FakeRanks:
         self.in_flight: deque[list[Handle]] = deque()
 
     def send(self, plan: Plan) -> None:
-        data = pickle.dumps(plan)
+        data = encode(plan)
         # A load waits for all stores before it, also if rank 0 has waited for them long ago.
         in_flight = 1 if plan.loads else self.depth
         while not self.has_disk and len(self.in_flight) >= in_flight:
-            self.receive()
-        self.in_flight.append([runner.launch(pickle.loads(data)) for runner in self.runners])
+            self._wait()
+        copies = [decode(data, Plan) for _ in self.runners]
+        assert all(copy == plan for copy in copies)
+        self.in_flight.append(
+            [runner.launch(copy) for runner, copy in zip(self.runners, copies, strict=True)]
+        )
 
-    def receive(self) -> list[Any]:
-        from octavo.runner.ranks import RankReport  # imports torch, which few tests need
+    def receive(self, message_class: type) -> list[Any]:
+        reports = [
+            message_class(result.disk_events, result.corrupt_host_blocks) for result in self._wait()
+        ]
+        return [decode(encode(report), message_class) for report in reports]
 
-        results = [handle.wait() for handle in self.in_flight.popleft()]
-        return [RankReport(result.disk_events, result.corrupt_host_blocks) for result in results]
+    def _wait(self) -> list[StepResult]:
+        return [handle.wait() for handle in self.in_flight.popleft()]
 
     def wait_for_loss(self) -> None:
         raise AssertionError("no rank is lost")

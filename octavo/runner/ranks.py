@@ -5,6 +5,11 @@
 
 A pipe carries each plan to each rank. Every rank computes the same logits and samples the same
 tokens, because noise depends only on seed and position. So the ranks return only disk events.
+These messages cross the pipe of a rank, as octavo/message_encoding.py encodes them:
+
+    from rank 0    RankStart, RankJob, Resolved (octavo/assemble.py), and a Plan for each step
+    to rank 0      RankStarted, DeviceFacts, TierFacts (octavo/assemble.py), and a RankReport for
+                   each step if there is a disk tier. A RankFailed can replace any of these
 
 The thread that starts a process waits for its end. If a rank ends, its collectives fail on the
 other ranks, and the engine cannot continue: every later step raises RankLost.
@@ -14,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -22,17 +26,19 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from octavo.errors import OctavoError, RankLost
+from octavo.message_encoding import decode, encode
 from octavo.ops.collectives import RankGroup
 from octavo.runner.disk_agreement import DiskAgreement
 from octavo.runner.runner import Runner, StepHandle
 from octavo.types import DiskEvent, Plan, StepResult
 
 log = logging.getLogger(__name__)
+Message = TypeVar("Message")
 PROGRAM = "octavo.rank_process"
 COLLECTIVE_TIMEOUT = 600.0  # A collective waits this many seconds for the slowest rank.
 END_SECONDS = 15.0  # A rank has this time to write KV to disk and to end.
@@ -46,7 +52,12 @@ class RankStart(NamedTuple):
     size: int
     store_path: str
     device: str  # "cpu" or "cuda"
-    job: Any  # The job that octavo/rank_process.py loads.
+
+
+class RankStarted(NamedTuple):
+    """The first message of a rank."""
+
+    rank: int
 
 
 class RankFailed(NamedTuple):
@@ -68,7 +79,7 @@ class Ranks:
     def __init__(self, size: int, device: str, job: Any, gpus: Sequence[str] = ()):
         """Start the processes and connect them.
 
-        `job` is passed to octavo/rank_process.py. `gpus` has the name of each rank's GPU, as in
+        `job` is the second message to every rank. `gpus` has the name of each rank's GPU, as in
         CUDA_VISIBLE_DEVICES.
         """
         self.size = size
@@ -93,9 +104,10 @@ class Ranks:
                 own_threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
                 self._start(rank, own_gpu | own_threads)
             for rank in self._connections:
-                start = RankStart(rank, size, store_path, device, job)
-                self._send_bytes(rank, pickle.dumps(start))
-            self.receive()  # Every rank has started.
+                start = RankStart(rank, size, store_path, device)
+                self._send_bytes(rank, encode(start))
+            self.send(job)
+            self.receive(RankStarted)
             self.group = RankGroup(store_path, 0, size, device, COLLECTIVE_TIMEOUT)
         except BaseException:
             self.close()
@@ -151,24 +163,25 @@ class Ranks:
     def send(self, message: Any) -> None:
         """Send a message to every rank. Raises RankLost if a rank has ended."""
         self.check()
-        pickled = pickle.dumps(message)
+        encoded = encode(message)
         for rank in self._connections:
-            self._send_bytes(rank, pickled)
+            self._send_bytes(rank, encoded)
 
-    def _send_bytes(self, rank: int, pickled: bytes) -> None:
+    def _send_bytes(self, rank: int, encoded: bytes) -> None:
         try:
-            self._connections[rank].send_bytes(pickled)
+            self._connections[rank].send_bytes(encoded)
         except OSError:
             raise self.loss(rank) from None
 
-    def receive(self) -> list[Any]:
-        """Return the next message of each rank, in order."""
+    def receive(self, message_class: type[Message]) -> list[Message]:
+        """Return the next message of each rank, in order. It must belong to the class."""
         messages = []
         for rank, connection in self._connections.items():
             try:
-                message = connection.recv()
+                encoded = connection.recv_bytes()
             except (EOFError, OSError):
                 raise self.loss(rank) from None
+            message = decode(encoded, message_class, RankFailed)
             if isinstance(message, RankFailed):
                 raise OctavoError(f"rank {rank} cannot serve the model: {message.message}")
             messages.append(message)
@@ -286,7 +299,7 @@ class RankedHandle:
         try:
             result = self.handle.wait()
             if ranked_runner.agreement is not None:
-                reports: list[RankReport] = ranked_runner.ranks.receive()
+                reports = ranked_runner.ranks.receive(RankReport)
                 events = [result.disk_events, *(report.disk_events for report in reports)]
                 result.disk_events = ranked_runner.agreement.combine(events)
                 for report in reports:
