@@ -8,21 +8,32 @@ finds almost everything in the caches.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from octavo.engine_options import EngineOptions
 from octavo.errors import OctavoError
+from octavo.message_encoding import decode, encode
 
+PROGRAM = "octavo.compile_ahead"
 MAX_PROCESSES = 8
 PROCESS_BYTES = 4 * 2**30  # GPU memory of a process beside the weights: KV, activations, libraries
 GPU_SHARE = 0.85  # fraction of the free GPU memory that all processes may use
+
+
+class CompileJob(NamedTuple):
+    """The message to a process that compiles one part of the steps that a server runs."""
+
+    model: str | None
+    options: EngineOptions
+    part: int
+    num_parts: int
 
 
 class Compiled(NamedTuple):
@@ -72,33 +83,57 @@ def compile_gpu(
     on_progress(0, total)
     share = options.gpu_memory_utilization / num_processes
     part_options = replace(options, gpu_memory_utilization=share)
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=spawning) as pool:
-        parts = [
-            pool.submit(compile_part, model, part_options, part, num_processes)
-            for part in range(num_processes)
-        ]
-        for finished, future in enumerate(as_completed(parts), 1):
-            future.result()
-            on_progress(finished, total)
-    with ProcessPoolExecutor(1, mp_context=spawning) as pool:
-        pool.submit(compile_part, model, options, 0, 1).result()
-    on_progress(total, total)
+    jobs = [CompileJob(model, part_options, part, num_processes) for part in range(num_processes)]
+    run_jobs(jobs, lambda finished: on_progress(finished, total))
+    run_jobs([CompileJob(model, options, 0, 1)], lambda finished: on_progress(total, total))
     elapsed = time.monotonic() - started
     return Compiled(
         f"GPU kernels for {model or 'the embedded model'}", elapsed, False, cache_folder("")
     )
 
 
-def compile_part(model: str | None, options: EngineOptions, part: int, num_parts: int) -> None:
+def run_jobs(jobs: Sequence[CompileJob], on_finish: Callable[[int], None]) -> None:
+    """Run each job in a process of its own. Raises OctavoError, and ends all, if one fails.
+
+    `on_finish` is called with the number of finished jobs.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for job in jobs:
+            process = subprocess.Popen([sys.executable, "-m", PROGRAM], stdin=subprocess.PIPE)
+            processes.append(process)
+            assert process.stdin is not None
+            with process.stdin:
+                process.stdin.write(encode(job))
+        for finished, process in enumerate(processes, 1):
+            if process.wait():
+                raise OctavoError("kernels cannot be compiled: see the messages above")
+            on_finish(finished)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def compile_part(job: CompileJob) -> None:
     """Load a model and run one part of the steps that a server runs before it is ready."""
     from octavo.llm import LLM
 
-    llm = LLM.from_options(model, options, progress=False)
+    llm = LLM.from_options(job.model, job.options, progress=False)
     try:
-        llm.compile_kernels(part, num_parts)
+        llm.compile_kernels(job.part, job.num_parts)
     finally:
         llm.close()
+
+
+def main() -> int:
+    """Run the job that is read from the standard input, in a process that run_jobs starts."""
+    try:
+        compile_part(decode(sys.stdin.buffer.read(), CompileJob))
+    except OctavoError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def count_processes(weight_bytes: int, free_bytes: int, num_gpus: int = 1) -> int:
@@ -107,3 +142,7 @@ def count_processes(weight_bytes: int, free_bytes: int, num_gpus: int = 1) -> in
         return 1  # Every process would use all GPUs.
     room = int(GPU_SHARE * free_bytes) // (weight_bytes + PROCESS_BYTES)
     return max(1, min(room, MAX_PROCESSES, (os.cpu_count() or 2) // 2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

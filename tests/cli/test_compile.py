@@ -9,10 +9,12 @@ from typer.testing import CliRunner
 
 from octavo import compile_ahead
 from octavo.cli.commands import application
+from octavo.engine_options import EngineOptions
 from octavo.errors import OctavoError
 from octavo.ops.cpu.cpu_features import instruction_set
 from octavo.runner import graphs
 from octavo.runner.graph_shapes import GraphShape
+from tests.tiny import model_dir
 
 GIB = 2**30
 with_kernels = pytest.mark.skipif(isinstance(instruction_set(), str), reason="no CPU kernels here")
@@ -34,6 +36,23 @@ def test_as_many_processes_as_fit_beside_each_other(
     monkeypatch.setattr("os.cpu_count", lambda: 32)
     found = compile_ahead.count_processes(int(weights * GIB), free * GIB, gpus)
     assert found == expected
+
+
+def test_processes_compile_the_parts_and_report_progress() -> None:
+    """On a CPU the processes do the same as on a GPU, and find nothing to compile."""
+    options = EngineOptions(device="cpu", skip_tokenizer_init=True, num_gpu_blocks_override=60)
+    progress: list[tuple[int, int]] = []
+    compile_ahead.compile_gpu(
+        model_dir("llama"), options, 2, lambda finished, total: progress.append((finished, total))
+    )
+    assert progress == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_a_process_that_fails_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = EngineOptions(device="cpu", skip_tokenizer_init=True)
+    with pytest.raises(OctavoError, match="kernels cannot be compiled: see the messages above"):
+        compile_ahead.compile_gpu(str(tmp_path), options, 1)
+    assert str(tmp_path) in capfd.readouterr().err
 
 
 def test_the_parts_are_all_steps_that_have_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
