@@ -84,7 +84,9 @@ def library_rows(llm: LLM) -> dict[str, list[int]]:
     shapes = getattr(llm.model.ops, "library_shapes", None)
     if shapes is None:
         return {}
-    return {"x".join(map(str, shape)): list(rows) for (shape, _), rows in shapes.found.items()}
+    return {
+        "x".join(map(str, shape)): list(rows) for (shape, _), rows in shapes.rows_by_shape.items()
+    }
 
 
 # ---- view ----------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from octavo.core.offload_costs import OffloadCosts
 from octavo.errors import OctavoError
 from octavo.events import Event, EventLog, StepLanded, StepPlanned
 from octavo.llm import LLM
-from octavo.ops.huge_pages import area
+from octavo.ops.huge_pages import allocate_huge
 from octavo.params import SamplingParams
 from octavo.runner.disk import Disk
 from octavo.types import Plan, StepResult
@@ -357,7 +357,9 @@ def read_rates(disk: Disk, prompt: list[int], block_size: int, rounds: int = 3) 
         tokens = array("i", prompt[block * block_size : (block + 1) * block_size])
         block_hash = chain_hash(block_hash, tokens)
         records.append((block_hash, tokens))
-    memory = area(len(records) * disk.block_bytes).fill_(0).view(-1, disk.block_bytes).numpy()
+    memory = (
+        allocate_huge(len(records) * disk.block_bytes).fill_(0).view(-1, disk.block_bytes).numpy()
+    )
 
     def read_record(index: int) -> None:
         disk.read(*records[index], memory[index].data)

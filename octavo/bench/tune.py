@@ -28,7 +28,7 @@ EDGE_NAMES = {"lm_head", "embed_tokens"}
 def candidates(weight_format: WeightFormat, rows: int) -> list[Any]:
     """Return the kernels that are worth trying for this number of rows."""
     from octavo.ops.triton.quant.activation_gemm import Rounded
-    from octavo.ops.triton.quant.hopper_gemm import SPLITS, TILES, known
+    from octavo.ops.triton.quant.hopper_gemm import SPLITS, TILES, hopper_supports_format
     from octavo.ops.triton.quant.quant_gemm import Gemm
     from octavo.ops.triton.quant.quant_gemv import Gemv
 
@@ -75,7 +75,7 @@ def candidates(weight_format: WeightFormat, rows: int) -> list[Any]:
             for tile_height, tile_width, residents in tile_shapes
             for stages in (3, 4)
         ]
-    if rows > 32 and known(weight_format):
+    if rows > 32 and hopper_supports_format(weight_format):
         kernels += [tile._replace(split=split) for tile in TILES for split in SPLITS]
     return kernels
 
@@ -110,16 +110,16 @@ class TuningCase:
         """Return the kernel that the engine uses now."""
         rows = len(self.small_activations)
         weight = next(iter(self.weights.values()))[0]
-        return self.packed_ops.choose(rows, torch.bfloat16, weight)
+        return self.packed_ops.choose_tiling(rows, torch.bfloat16, weight)
 
     def find_failure(self, kernel: Any) -> str | None:
         """Compile a kernel for every product. Return why it fails, or None."""
         try:
             with torch.inference_mode():
                 for product, activations in self.activations.items():
-                    self.packed_ops.linear(activations, self.weights[product][0], how=kernel)
+                    self.packed_ops.linear(activations, self.weights[product][0], tiling=kernel)
                 result = self.packed_ops.linear(
-                    self.small_activations, self.small_weight, how=kernel
+                    self.small_activations, self.small_weight, tiling=kernel
                 ).float()
                 error = float((result - self.expected).norm() / self.expected.norm())
         except Exception as exception:  # The compiler or the driver may raise anything.
@@ -131,7 +131,7 @@ class TuningCase:
         """Return the seconds of all products of a step."""
 
         def multiply(activations: Tensor, weight: Any) -> Tensor:
-            return self.packed_ops.linear(activations, weight, how=kernel)
+            return self.packed_ops.linear(activations, weight, tiling=kernel)
 
         total = 0.0
         for product, activations in self.activations.items():

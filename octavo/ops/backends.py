@@ -1,10 +1,10 @@
 """Chooses the backend of a device, and exchanges some of its operators for those of another one.
 
     select                the operators for a device, as the options ask for them
-    invariant_backend     those of the option `deterministic`
+    invariant_backend     the operators of the option `deterministic`
     find_attention        an attention backend by its name
-    ComposedOps           the operators of one backend, with those of others in some places
-    AttentionBackend      what a class of the user's must have
+    ComposedOps           the operators of one backend, some of them replaced by those of another
+    AttentionBackend      the members that a user's own attention backend must have
 
 The options exist to compare mechanisms. The defaults are the fastest choice.
 """
@@ -47,7 +47,7 @@ FUSED_OPERATORS = (
 
 
 class AttentionBackend(Protocol):
-    """A class of the user's that computes attention. It is made without arguments.
+    """A user's own class that computes attention. It is made without arguments.
 
     It may also have `capturable = True`: its kernels can then be captured in CUDA graphs.
     """
@@ -108,14 +108,14 @@ def device_backend(device: str, cascade_attention: bool = False) -> Ops:
         from octavo.ops.triton import TritonOps
 
         return TritonOps(cascade_attention)
-    except ImportError as missing:
+    except ImportError as error:
         if cascade_attention:
             raise InvalidRequest(
-                f"cascade_attention needs Triton, and it cannot be used here ({missing}): install "
+                f"cascade_attention needs Triton, and it cannot be used here ({error}): install "
                 "triton, or leave cascade_attention out",
                 "cascade_attention",
             ) from None
-        log.warning("Triton cannot be used (%s): plain PyTorch is several times slower", missing)
+        log.warning("Triton cannot be used (%s): plain PyTorch is several times slower", error)
         return ReferenceOps()
 
 
@@ -127,9 +127,9 @@ def invariant_backend(device: str) -> Ops:
         return InvariantCpuOps()
     try:
         from octavo.ops.triton.invariant_triton import InvariantTritonOps
-    except ImportError as missing:
+    except ImportError as error:
         raise InvalidRequest(
-            f"deterministic needs Triton on a GPU, and it cannot be used here ({missing}): install "
+            f"deterministic needs Triton on a GPU, and it cannot be used here ({error}): install "
             "triton, or leave deterministic out",
             "deterministic",
         ) from None
@@ -153,10 +153,11 @@ def cpu_attention(device: str) -> AttentionBackend:
             "reference",
             "attention_backend",
         )
-    found = instruction_set()
-    if isinstance(found, str):
+    instructions = instruction_set()
+    if isinstance(instructions, str):
         raise InvalidRequest(
-            f"attention_backend cpu cannot run here: {found}. Use reference", "attention_backend"
+            f"attention_backend cpu cannot run here: {instructions}. Use reference",
+            "attention_backend",
         )
     return CpuOps()
 
@@ -170,10 +171,9 @@ def triton_attention(device: str) -> AttentionBackend:
         )
     try:
         from octavo.ops.triton import TritonOps
-    except ImportError as missing:
+    except ImportError as error:
         raise InvalidRequest(
-            f"attention_backend triton cannot run here ({missing}): install triton, or use "
-            "reference",
+            f"attention_backend triton cannot run here ({error}): install triton, or use reference",
             "attention_backend",
         ) from None
     return TritonOps()
@@ -191,9 +191,10 @@ def find_attention(name: str, device: str) -> AttentionBackend:
     """Return an attention backend by its name. Raises InvalidRequest if it cannot run here."""
     if name in BUILT_IN:
         return BUILT_IN[name](device)
-    found = find_extension(ATTENTION_BACKENDS, name, "attention_backend")
-    backend = found() if isinstance(found, type) else found
-    missing = [part for part in ("name", "attention", "kv_dtypes") if not hasattr(backend, part)]
+    extension = find_extension(ATTENTION_BACKENDS, name, "attention_backend")
+    backend = extension() if isinstance(extension, type) else extension
+    members = ("name", "attention", "kv_dtypes")
+    missing = [member for member in members if not hasattr(backend, member)]
     if missing:
         raise InvalidRequest(
             f"attention_backend {name!r} has no {' and no '.join(missing)}: it must have the "
@@ -240,4 +241,4 @@ class ComposedOps:
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         readable = self.attention_backend.kv_dtypes(dtype)
-        return tuple(found for found in self.base.kv_dtypes(dtype) if found in readable)
+        return tuple(kv_dtype for kv_dtype in self.base.kv_dtypes(dtype) if kv_dtype in readable)

@@ -75,7 +75,7 @@ class DraftHeadSpec:
 
     decoder: DecoderSpec  # one layer, whose attention reads a token and a hidden state side by side
     embedding: Any  # the weight of the target's embedding
-    hidden_norm: Tensor  # the norm of the hidden state; the layer's attn_norm is that of the token
+    hidden_norm: Tensor  # the norm of the hidden state; the layer's attn_norm is the token's
     token_ids: Tensor  # [draft vocabulary] the target's id of each draft token (int64)
     norms_residual: bool  # the residual is the hidden state after its norm
 
@@ -120,8 +120,8 @@ class FusedDraftHead(Protocol):
         kv_cache: KV,
         max_len: int,
     ) -> None:
-        """Write so many drafts behind the known tokens of each of these slots [S] (int32). No draft
-        is behind position max_len."""
+        """Write counts[i] drafts behind the known tokens of slots[i], for slots [S] (int32). No
+        draft is behind position max_len."""
         ...
 
 
@@ -138,8 +138,8 @@ class StepSpec:
 
 
 class StepRows(NamedTuple):
-    """The rows of a step that decodes, R of them. Each row is one token of a slot, `offsets` behind
-    the last computed position."""
+    """The R rows of a step that decodes. Each row is one token of a slot, at the position
+    memory.computed[slot] + offset."""
 
     slots: Tensor  # [R] int32
     offsets: Tensor  # [R] int32: 0, 1, 2... for the rows of one slot, which are neighbours
@@ -153,7 +153,7 @@ class StepResults(NamedTuple):
     hidden: Tensor  # [R, hidden] after the last norm
     logits: Tensor  # [R, vocab]
     tokens: Tensor  # [R] int32: the sampled tokens, which are in the slots too
-    kept: Tensor  # [R] int32: 1 if all rows of the slot before this one sampled what follows them
+    kept: Tensor  # [R] int32: 1 if all drafts up to the token of this row were accepted
 
 
 # A fused step computes rows, samples a token behind each, and advances each slot over the rows that

@@ -172,7 +172,7 @@ class ReferenceOps:
         for index, group in enumerate(batch.scratch["groups"]):
             num_items = group.items
             num_tokens = group.num
-            cached = gathered(kv_cache, group.blocks).view(
+            cached = gather_blocks(kv_cache, group.blocks).view(
                 num_items, -1, 2, num_kv_heads, block_size, head_dim
             )
             cached = (
@@ -262,8 +262,8 @@ class ReferenceOps:
         is_greedy = (rows.temperature == 0)[:, None]
         noise = gumbel(rows.seed_low, rows.seed_high, positions, logits.shape[1])
         temperature = torch.where(is_greedy, 1.0, rows.temperature[:, None])
-        drawn = kept / temperature + noise.masked_fill(is_greedy, 0.0)
-        return drawn.argmax(1).where(logits.amax(1).isfinite(), -1).int()
+        scores = kept / temperature + noise.masked_fill(is_greedy, 0.0)
+        return scores.argmax(1).where(logits.amax(1).isfinite(), -1).int()
 
 
 def as_bytes(codes: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ def as_bytes(codes: Tensor) -> Tensor:
     return codes.view(torch.int8)
 
 
-def gathered(kv_cache: KV, blocks: Tensor) -> Tensor:
+def gather_blocks(kv_cache: KV, blocks: Tensor) -> Tensor:
     """Copy some blocks of kv_cache [N, 2, Hk, B, D], and expand them if they are compressed."""
     if not isinstance(kv_cache, QuantKV):
         return kv_cache.index_select(0, blocks)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.config import KV_SCALE_BYTES, CacheConfig, ModelConfig
 from octavo.errors import NotEnoughMemory
-from octavo.ops.huge_pages import huge
+from octavo.ops.huge_pages import advise_huge
 from octavo.ops.kv import KV, LARGEST, QuantKV
 
 
@@ -59,7 +59,7 @@ def _allocate(
     num_blocks: int, block_shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     try:
-        return huge(torch.empty(num_blocks, *block_shape, dtype=dtype, device=device))
+        return advise_huge(torch.empty(num_blocks, *block_shape, dtype=dtype, device=device))
     except RuntimeError as error:
         gib = num_blocks * block_shape.numel() * dtype.itemsize / 2**30
         raise NotEnoughMemory(

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from octavo.ops.huge_pages import area
+from octavo.ops.huge_pages import allocate_huge
 from octavo.runner.checksums import Checksums, Verification
 from octavo.runner.disk import PAGE_BYTES, Disk, DiskMiss, Record
 from octavo.runner.kvstore import KVStore
@@ -120,7 +120,7 @@ class TierStore:
         if disk is not None:
             num_readers = min(MAX_READERS, math.ceil(READERS_PER_CORE * (os.cpu_count() or 1)))
         num_buffers = num_host_blocks + num_readers
-        memory = area(num_buffers * self.block_bytes)
+        memory = allocate_huge(num_buffers * self.block_bytes)
         self.buffers = memory.view(kv.tensor.dtype).view(-1, *kv.tensor.shape[1:])
         if on_gpu:
             page_lock(memory)

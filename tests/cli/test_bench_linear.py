@@ -55,7 +55,9 @@ def test_tuning_leaves_out_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "COMPILE_THREADS", 1)  # the interpreter is for one
     real, lines = quant.linear, []
     monkeypatch.setattr(
-        quant, "linear", lambda x, w, how: real(x, w, how=how) * (2 if how == wrong else 1)
+        quant,
+        "linear",
+        lambda x, w, tiling: real(x, w, tiling=tiling) * (2 if tiling == wrong else 1),
     )
     best = tune.tune(SMALL, ("int4-g128",), (3,), lines.append, "cpu")
     assert len(best) == 1 and best[0]["how"] not in (str(bad), str(wrong))

@@ -1,5 +1,5 @@
 """Compiles decode attention with and without cascade attention for a Hopper GPU, without one:
-`python -m tests.ops.compile_attention`. A line of JSON says for each launch what it takes."""
+`python -m tests.ops.compile_attention`. It prints a line of JSON about each launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tests.batch import make_batch
 from tests.ops.compile_invariant import Launch, positional
-from tests.ops.compile_quant import Recorder, compile_launch, complaints
+from tests.ops.compile_quant import Recorder, assembler_warnings, compile_launch
 
 # Query heads, key heads, dimension: Qwen3-0.6B, Llama-8B, Qwen2-7B, Gemma-2B.
 SHAPES = ((16, 8, 128), (32, 8, 128), (28, 4, 128), (8, 1, 256))
@@ -44,7 +44,7 @@ def record(launches: list[Launch]) -> None:
 
 
 def main() -> None:
-    # What the kernels ask torch when they are imported; as an H200 answers.
+    # The kernels ask torch for these properties when they are imported. They are those of an H200.
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(  # type: ignore[assignment,return-value]
@@ -68,7 +68,7 @@ def main() -> None:
             "stages": options.get("num_stages"),
             "wgmma": ptx.count("wgmma.mma_async"),
             "mma": ptx.count("mma.sync"),
-            "complaints": complaints(ptx),
+            "warnings": assembler_warnings(ptx),
         }
         print(json.dumps(line), flush=True)
 

@@ -1,5 +1,5 @@
 """Compiles the batch-invariant kernels for a Hopper GPU, without one: `python -m
-tests.ops.compile_invariant`. A line of JSON says for each launch what it takes."""
+tests.ops.compile_invariant`. It prints a line of JSON about each launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.batch import make_batch
-from tests.ops.compile_quant import OPTIONS, Recorder, compile_launch, complaints
+from tests.ops.compile_quant import OPTIONS, Recorder, assembler_warnings, compile_launch
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -53,7 +53,7 @@ def record_attention(launches: list[Launch]) -> None:
 
 
 def main() -> None:
-    # What the kernels ask torch when they are imported; as an H200 answers.
+    # The kernels ask torch for these properties when they are imported. They are those of an H200.
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(  # type: ignore[assignment,return-value]
@@ -73,7 +73,7 @@ def main() -> None:
             "warps": compiled.metadata.num_warps,
             "stages": options.get("num_stages"),
             "wgmma": ptx.count("wgmma.mma_async"),
-            "complaints": complaints(ptx),
+            "warnings": assembler_warnings(ptx),
         }
         print(json.dumps(line), flush=True)
 

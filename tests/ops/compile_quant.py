@@ -1,8 +1,8 @@
-"""Compiles for a Hopper GPU, without one, what products with quantised weights launch: `python -m
+"""Compiles the kernels of products with quantised weights for a Hopper GPU, without one: `python -m
 tests.ops.compile_quant`.
 
-Launches are recorded, not made; a line of JSON says for each what it takes. Needs Triton's compiler
-and no driver."""
+Launches are recorded instead of made. A line of JSON is printed about each. This needs Triton's
+compiler and no driver."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 
 
 class Recorder:
-    """In a kernel's place: notes what it would be launched with."""
+    """Replaces a kernel, and records the arguments of its launches."""
 
     def __init__(self, kernel: Any, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]):
         self.kernel, self.launches = kernel, launches
@@ -75,9 +75,9 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     )
 
 
-def complaints(ptx: str) -> list[str]:
-    """What the assembler says of too few registers, and of tensor core instructions that it lets
-    wait for each other."""
+def assembler_warnings(ptx: str) -> list[str]:
+    """Return the messages of the assembler about spilled registers, and about tensor core
+    instructions that it serialises."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
@@ -89,17 +89,17 @@ def complaints(ptx: str) -> list[str]:
             "-o",
             os.devnull,
         ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        messages = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = [
         f"{count} bytes spilled"
-        for count in re.findall(r"(\d+) bytes spill stores", said)
+        for count in re.findall(r"(\d+) bytes spill stores", messages)
         if int(count) > 16
     ]
-    return spilled + [line for line in said.splitlines() if "serialized" in line]
+    return spilled + [line for line in messages.splitlines() if "serialized" in line]
 
 
 def main() -> None:
-    # What the kernels ask torch when they are imported; as an H200 answers.
+    # The kernels ask torch for these properties when they are imported. They are those of an H200.
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment,return-value]
@@ -111,38 +111,48 @@ def main() -> None:
 
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     for module, names in KERNELS.items():
-        loaded = importlib.import_module(f"octavo.ops.triton.quant.{module}")
+        kernel_module = importlib.import_module(f"octavo.ops.triton.quant.{module}")
         for name in names:
-            setattr(loaded, name, Recorder(getattr(loaded, name), launches))
+            setattr(kernel_module, name, Recorder(getattr(kernel_module, name), launches))
     blocks = WeightFormat(8, 128, is_float=True, quantizes_activations=True, float32_scales=True)
-    stored = {str(form): form for form in (*CODED.values(), blocks)}
-    for name, form in (quant.FORMATS | stored).items():
+    stored = {str(weight_format): weight_format for weight_format in (*CODED.values(), blocks)}
+    for name, weight_format in (quant.FORMATS | stored).items():
         weight, bias = (
-            packed.TritonWeight(QuantWeight.empty(form, 1024, 2048)),
+            packed.TritonWeight(QuantWeight.empty(weight_format, 1024, 2048)),
             torch.empty(1024, dtype=torch.bfloat16),
         )
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for rows in (1, 16, 32, 64, 128, 256, 1100) if dtype == torch.bfloat16 else (1, 5, 256):
-                x, how = torch.empty(rows, 2048, dtype=dtype), packed.choose(rows, dtype, weight)
-                packed.linear(x, weight, how=how)
-                if isinstance(how, Hopper) and rows == 256:
-                    for way in (tile._replace(split=split) for tile in TILES for split in (1, 8)):
-                        packed.linear(x, weight, bias, torch.empty(rows, 1024, dtype=dtype), way)
+                x, tiling = (
+                    torch.empty(rows, 2048, dtype=dtype),
+                    packed.choose_tiling(rows, dtype, weight),
+                )
+                packed.linear(x, weight, tiling=tiling)
+                if isinstance(tiling, Hopper) and rows == 256:
+                    for other_tiling in (
+                        tile._replace(split=split) for tile in TILES for split in (1, 8)
+                    ):
+                        packed.linear(
+                            x, weight, bias, torch.empty(rows, 1024, dtype=dtype), other_tiling
+                        )
                 while launches:
                     kernel, args, options = launches.pop()
                     compiled = compile_launch(kernel, args, options)
-                    written = any(
+                    uses_inline_asm = any(
                         word in compiled.asm["ptx"] for word in ("lop3.b32", "prmt.b32", "e4m3x2")
                     )
                     line = {
                         "format": name,
                         "dtype": str(dtype),
                         "rows": rows,
-                        "how": str(how),
-                        "by_hand": written,
+                        "tiling": str(tiling),
+                        "uses_inline_asm": uses_inline_asm,
                     }
                     if kernel.__name__ in ("hopper_kernel", "bytes_kernel", "wide_kernel"):
-                        line |= {"tile": args[-5:], "complaints": complaints(compiled.asm["ptx"])}
+                        line |= {
+                            "tile": args[-5:],
+                            "warnings": assembler_warnings(compiled.asm["ptx"]),
+                        }
                     if kernel.__name__ in ("bytes_kernel", "wide_kernel"):
                         line["wgmma"] = re.findall(
                             r"wgmma.mma_async\S*\.(\w+\.\w+)\s", compiled.asm["ptx"]

@@ -43,7 +43,7 @@ KEYS = 64  # positions of a tile of prefix_kernel for the float32 heads of these
 
 
 @pytest.fixture(autouse=True)
-def short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def search_short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_kernels, "PREFIX_BYTES", 0)
 
 
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 def tables_of(rows: Sequence[Row], block: int) -> list[list[int]]:
-    """Block tables in which the rows of a group share their first blocks."""
+    """Return block tables in which the rows of a group share their first blocks."""
     names: dict[tuple[int, int, int], int] = {}
     tables = []
     for index, row in enumerate(rows):
@@ -69,8 +69,8 @@ def tables_of(rows: Sequence[Row], block: int) -> list[list[int]]:
     return tables
 
 
-def numbered(tables: list[list[int]]) -> list[list[int]]:
-    """The same tables over blocks 1, 2, ... in random order."""
+def with_random_blocks(tables: list[list[int]]) -> list[list[int]]:
+    """Return the same tables over blocks 1, 2, ... in random order."""
     blocks = sorted({block for table in tables for block in table})
     random.Random(0).shuffle(blocks)
     numbers = {block: number for number, block in enumerate(blocks, 1)}
@@ -83,7 +83,7 @@ class Problem(NamedTuple):
     batch: ForwardBatch
 
 
-def problem(
+def make_problem(
     rows: Sequence[Row],
     heads: int = 2,
     kv_heads: int = 1,
@@ -92,11 +92,11 @@ def problem(
     prompts: Sequence[tuple[int, int]] = (),
     kv_dtype: torch.dtype = torch.float32,
 ) -> Problem:
-    """Queries, one layer of KV, and a batch of decoding rows with prompts (tokens, positions before
-    them) behind them. A position that no row may read holds NaN."""
+    """Make queries, one layer of KV, and a batch of decoding rows followed by prompts (tokens,
+    positions before them). A position that no row may read holds NaN."""
     items = [(1, row.length - 1) for row in rows] + list(prompts)
     tables = tables_of([*rows, *(Row(-1, 0, num + start) for num, start in prompts)], block)
-    tables = numbered(tables)
+    tables = with_random_blocks(tables)
     config = ModelConfig("", 1, 1, 1, kv_heads, kv_heads, dim, 1, 1)
     kv = empty_kv(config, tables, block, DEVICE)[:, 0]
     for (num, start), table in zip(items, tables, strict=True):
@@ -112,21 +112,21 @@ def problem(
 
 
 def prefix_lengths(batch: ForwardBatch) -> list[int]:
-    """The lengths that cascade attention has found, or nothing if it has not searched."""
-    found = [value for key, value in batch.scratch.items() if key[0] == "shared prefixes"]
-    return found[0].lengths.tolist() if found else []
+    """Return the lengths that cascade attention has found, or [] if it has not searched."""
+    results = [value for key, value in batch.scratch.items() if key[0] == "shared prefixes"]
+    return results[0].lengths.tolist() if results else []
 
 
-def agree(given: Problem) -> list[int]:
+def compare_with_reference(problem: Problem) -> list[int]:
     """Compare with the reference, and return the lengths of the prefixes."""
-    got = CASCADE.attention(*given, 0.3)
-    want = REFERENCE.attention(*given, 0.3)
-    tolerance = 1e-5 if given.query.dtype == torch.float32 else 2e-2
+    got = CASCADE.attention(*problem, 0.3)
+    want = REFERENCE.attention(*problem, 0.3)
+    tolerance = 1e-5 if problem.query.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
-    return prefix_lengths(given.batch)
+    return prefix_lengths(problem.batch)
 
 
-def group(count: int, shared: int, lengths: Sequence[int], number: int = 0) -> list[Row]:
+def rows_of_group(count: int, shared: int, lengths: Sequence[int], number: int = 0) -> list[Row]:
     return [Row(number, shared, lengths[index % len(lengths)]) for index in range(count)]
 
 
@@ -144,44 +144,46 @@ def group(count: int, shared: int, lengths: Sequence[int], number: int = 0) -> l
     ],
 )
 def test_rows_that_share_a_prefix(heads: int, kv_heads: int, dim: int, block: int) -> None:
-    """One token or a few blocks follow the prefix. It is no multiple of a tile if a tile is larger
-    than a block."""
+    """One token or a few blocks follow the prefix. If a tile is larger than a block, the length of the
+    prefix is not a multiple of a tile."""
     shared = -(-150 // block)
     lengths = [shared * block + extra for extra in (1, 2, block, block + 1, 3 * block - 1)]
-    found = agree(problem(group(11, shared, lengths), heads, kv_heads, dim, block))
-    assert found == [shared * block // KEYS * KEYS] * 11
+    lengths = compare_with_reference(
+        make_problem(rows_of_group(11, shared, lengths), heads, kv_heads, dim, block)
+    )
+    assert lengths == [shared * block // KEYS * KEYS] * 11
 
 
-def test_groups_rows_of_their_own_and_padding() -> None:
+def test_groups_with_unrelated_rows_and_padding() -> None:
     """The rows of two groups and rows that share nothing are mixed. Padding rows have block 0."""
-    rows = group(40, 2, [129, 200, 130], 0) + group(30, 3, [193, 300, 250], 1)
+    rows = rows_of_group(40, 2, [129, 200, 130], 0) + rows_of_group(30, 3, [193, 300, 250], 1)
     rows += [Row(-1, 0, length) for length in (1, 64, 65, 400, 129)]
     random.Random(1).shuffle(rows)
-    query, kv, batch = problem(rows)
+    query, kv, batch = make_problem(rows)
     batch.block_table[:4] = 0
     batch.seq_lens[:4] = 1
     for index in range(4):
         batch.positions[index] = 0
-    found = agree(Problem(query, kv, batch))
-    assert found[:4] == [0] * 4
+    lengths = compare_with_reference(Problem(query, kv, batch))
+    assert lengths[:4] == [0] * 4
     # Tiles of 32 rows: one holds 32 rows of the first group, one the middle of both.
-    assert set(found) == {0, 128, 192}
-    for row, length in zip(rows[4:], found[4:], strict=True):
+    assert set(lengths) == {0, 128, 192}
+    for row, length in zip(rows[4:], lengths[4:], strict=True):
         assert length in (0, row.shared_blocks * 64)
-    assert sum(length > 0 for length in found) > 40
+    assert sum(length > 0 for length in lengths) > 40
 
 
-def test_a_row_that_leaves_early_reads_its_own_keys() -> None:
+def test_a_row_with_a_shorter_prefix_reads_its_own_keys() -> None:
     """Of nine rows, some share four blocks, some two, and one sequence ends inside the prefix."""
-    rows = [*group(6, 4, [257, 300]), *group(2, 2, [300]), Row(0, 4, 256)]
-    found = agree(problem(rows))
-    assert found == [256] * 6 + [0] * 3, "256 * 5 positions are saved, and not 128 * 8"
+    rows = [*rows_of_group(6, 4, [257, 300]), *rows_of_group(2, 2, [300]), Row(0, 4, 256)]
+    lengths = compare_with_reference(make_problem(rows))
+    assert lengths == [256] * 6 + [0] * 3, "256 * 5 positions are saved, and not 128 * 8"
 
 
-def test_each_row_of_drafts_sees_what_is_before_it() -> None:
-    """Rows of the same sequence, as in verification, at positions on both sides of a block's end.
-    The leader of the tile is one of them."""
-    query, kv, batch = problem([Row(0, 3, 200) for _ in range(12)])
+def test_each_row_of_drafts_sees_the_positions_before_it() -> None:
+    """The rows belong to one sequence, as in verification, at positions on both sides of a block's
+    end. The leader of the tile is one of them."""
+    query, kv, batch = make_problem([Row(0, 3, 200) for _ in range(12)])
     batch.slots[:] = batch.slots[0]
     lengths = torch.arange(188, 200, dtype=torch.int32, device=DEVICE)
     batch.seq_lens.copy_(lengths)
@@ -209,32 +211,40 @@ def test_each_row_of_drafts_sees_what_is_before_it() -> None:
 def test_compressed_kv(kv_dtype: torch.dtype, dim: int, block: int) -> None:
     shared = 128 // block
     lengths = [129, 190, 140]
-    given = problem(
-        group(9, shared, lengths), heads=4, kv_heads=2, dim=dim, block=block, kv_dtype=kv_dtype
+    problem = make_problem(
+        rows_of_group(9, shared, lengths),
+        heads=4,
+        kv_heads=2,
+        dim=dim,
+        block=block,
+        kv_dtype=kv_dtype,
     )
-    assert agree(given) == [128] * 9
+    assert compare_with_reference(problem) == [128] * 9
 
 
 def test_rows_beside_prompts() -> None:
     """Prompts are computed in the same step, one of them behind a prefix of its own."""
-    rows = group(attention_kernels.BESIDE + 3, 2, [129, 150, 193])
-    found = agree(problem(rows, prompts=[(70, 130), (1, 40), (9, 0)]))
-    assert found == [128] * len(rows)
+    rows = rows_of_group(attention_kernels.OVERLAP_MIN_SEQUENCES + 3, 2, [129, 150, 193])
+    lengths = compare_with_reference(make_problem(rows, prompts=[(70, 130), (1, 40), (9, 0)]))
+    assert lengths == [128] * len(rows)
 
 
 def test_a_long_prefix_is_split_and_some_splits_are_empty() -> None:
-    """129 tiles in 32 splits of five tiles: the last six splits have none. What follows the prefix
-    is split too, where it is long."""
+    """129 tiles in 32 splits of five tiles leave the last six splits empty. A long rest of a sequence
+    after the prefix is split too."""
     prefix = 129 * 64
-    rows = [*group(7, 129, [prefix + 1, prefix + 64, prefix + 70]), Row(0, 129, prefix + 700)]
-    assert agree(problem(rows)) == [prefix] * 8
+    rows = [
+        *rows_of_group(7, 129, [prefix + 1, prefix + 64, prefix + 70]),
+        Row(0, 129, prefix + 700),
+    ]
+    assert compare_with_reference(make_problem(rows)) == [prefix] * 8
 
 
-def test_a_row_with_numbers_that_are_not_finite_affects_no_other() -> None:
-    given = problem(group(10, 2, [150]))
-    want = CASCADE.attention(*given, 0.3)
-    given.query[3] = float("nan")
-    got = CASCADE.attention(*given, 0.3)
+def test_a_row_with_nan_affects_no_other() -> None:
+    problem = make_problem(rows_of_group(10, 2, [150]))
+    want = CASCADE.attention(*problem, 0.3)
+    problem.query[3] = float("nan")
+    got = CASCADE.attention(*problem, 0.3)
     others = [index for index in range(10) if index != 3]
     assert torch.equal(got[others], want[others])
     assert got[3].isnan().all()
@@ -244,46 +254,48 @@ def test_a_row_with_numbers_that_are_not_finite_affects_no_other() -> None:
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, *LARGEST], ids=str)
 def test_heads_of_models(kv_dtype: torch.dtype) -> None:
     """The heads of Llama-8B, in the formats that a GPU multiplies."""
-    rows = group(40, 20, [1281, 1500, 1400]) + group(30, 9, [700, 577], 1)
-    query, kv, batch = problem(rows, heads=32, kv_heads=8, dim=128)
+    rows = rows_of_group(40, 20, [1281, 1500, 1400]) + rows_of_group(30, 9, [700, 577], 1)
+    query, kv, batch = make_problem(rows, heads=32, kv_heads=8, dim=128)
     layer: Tensor | QuantKV = kv.to(torch.bfloat16) if isinstance(kv, Tensor) else kv
     if kv_dtype in LARGEST and isinstance(kv, Tensor):
         layer = QuantKV(*compress(kv, kv_dtype))
-    found = agree(Problem(query.to(torch.bfloat16), layer, batch))
-    assert set(found) == {0, 20 * 64, 9 * 64}
+    lengths = compare_with_reference(Problem(query.to(torch.bfloat16), layer, batch))
+    assert set(lengths) == {0, 20 * 64, 9 * 64}
 
 
 # ---- when it is used -----------------------------------------------------------------------------
 
 
 def test_rows_that_share_nothing_have_the_same_result_as_without_it() -> None:
-    given = problem([Row(-1, 0, length) for length in (1, 64, 65, 300, 129, 700, 2, 128, 500)])
-    got, want = CASCADE.attention(*given, 0.3), PLAIN.attention(*given, 0.3)
+    problem = make_problem(
+        [Row(-1, 0, length) for length in (1, 64, 65, 300, 129, 700, 2, 128, 500)]
+    )
+    got, want = CASCADE.attention(*problem, 0.3), PLAIN.attention(*problem, 0.3)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
-    assert prefix_lengths(given.batch) == [0] * 9
+    assert prefix_lengths(problem.batch) == [0] * 9
 
 
-def test_a_layer_with_a_window_and_a_few_rows_do_without() -> None:
-    given = problem(group(9, 2, [150]))
-    windowed = CASCADE.attention(*given, 0.3, window=40)
-    assert torch.equal(windowed, PLAIN.attention(*given, 0.3, window=40))
-    assert prefix_lengths(given.batch) == []
-    few = problem(group(attention_kernels.PREFIX_SEQUENCES - 1, 2, [150]))
+def test_layers_with_a_window_and_few_rows_do_not_use_it() -> None:
+    problem = make_problem(rows_of_group(9, 2, [150]))
+    windowed = CASCADE.attention(*problem, 0.3, window=40)
+    assert torch.equal(windowed, PLAIN.attention(*problem, 0.3, window=40))
+    assert prefix_lengths(problem.batch) == []
+    few = make_problem(rows_of_group(attention_kernels.PREFIX_SEQUENCES - 1, 2, [150]))
     assert torch.equal(CASCADE.attention(*few, 0.3), PLAIN.attention(*few, 0.3))
     assert prefix_lengths(few.batch) == []
 
 
 def test_prefixes_that_save_little_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_kernels, "PREFIX_BYTES", PREFIX_BYTES)
-    given = problem(group(9, 2, [150]))
-    assert torch.equal(CASCADE.attention(*given, 0.3), PLAIN.attention(*given, 0.3))
-    assert prefix_lengths(given.batch) == []
+    problem = make_problem(rows_of_group(9, 2, [150]))
+    assert torch.equal(CASCADE.attention(*problem, 0.3), PLAIN.attention(*problem, 0.3))
+    assert prefix_lengths(problem.batch) == []
 
 
 def test_without_the_option_nothing_is_searched() -> None:
-    given = problem(group(9, 2, [150]))
-    PLAIN.attention(*given, 0.3)
-    assert prefix_lengths(given.batch) == []
+    problem = make_problem(rows_of_group(9, 2, [150]))
+    PLAIN.attention(*problem, 0.3)
+    assert prefix_lengths(problem.batch) == []
 
 
 def test_the_layers_of_a_step_search_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,18 +309,20 @@ def test_the_layers_of_a_step_search_once(monkeypatch: pytest.MonkeyPatch) -> No
             return kernel[grid]
 
     monkeypatch.setattr(shared_prefixes, "measure_kernel", Counted())
-    given = problem(group(9, 2, [150]))
+    problem = make_problem(rows_of_group(9, 2, [150]))
     for _ in range(3):
-        CASCADE.attention(*given, 0.3)
+        CASCADE.attention(*problem, 0.3)
     assert searches == 1
-    CASCADE.attention(given.query, given.kv, replace(given.batch, scratch={}), 0.3)
+    CASCADE.attention(problem.query, problem.kv, replace(problem.batch, scratch={}), 0.3)
     assert searches == 2
 
 
-def test_nothing_depends_on_what_the_host_knows_of_lengths() -> None:
-    """A graph is replayed with other lengths, block tables and slots: the host's view stays."""
-    first = problem(group(9, 2, [129, 150, 400]))
-    second = problem([*group(5, 3, [193, 200]), *(Row(-1, 0, n) for n in (1, 70, 3, 400))])
+def test_results_do_not_depend_on_the_lengths_that_the_host_knows() -> None:
+    """A graph is replayed with other lengths, block tables and slots, but with the same spans."""
+    first = make_problem(rows_of_group(9, 2, [129, 150, 400]))
+    second = make_problem(
+        [*rows_of_group(5, 3, [193, 200]), *(Row(-1, 0, n) for n in (1, 70, 3, 400))]
+    )
     buffers = replace(
         first.batch,
         spans=[Span(index, 1, 10**6) for index in range(9)],
@@ -334,12 +348,12 @@ def test_nothing_depends_on_what_the_host_knows_of_lengths() -> None:
 @pytest.mark.gpu
 def test_a_replayed_graph_finds_other_prefixes() -> None:
     """Two layers in one CUDA graph, captured with padding and replayed with several batches."""
-    problems = [problem(group(40, 4, [257, 300, 400], number)) for number in range(2)] + [
-        problem([Row(-1, 0, 10 * n + 1) for n in range(40)])
-    ]
+    problems = [
+        make_problem(rows_of_group(40, 4, [257, 300, 400], number)) for number in range(2)
+    ] + [make_problem([Row(-1, 0, 10 * n + 1) for n in range(40)])]
     query, kv, batch = problems[0]
-    width = max(given.batch.block_table.shape[1] for given in problems)
-    num_blocks = max(given.kv.shape[0] for given in problems)
+    width = max(problem.batch.block_table.shape[1] for problem in problems)
+    num_blocks = max(problem.kv.shape[0] for problem in problems)
     assert isinstance(kv, Tensor)
     static_kv = kv.new_zeros(num_blocks, *kv.shape[1:])
     buffers = replace(
@@ -354,27 +368,27 @@ def test_a_replayed_graph_finds_other_prefixes() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = [CASCADE.attention(static_query, static_kv, buffers, 0.3) for _ in range(2)]
-    for given in [*problems, problems[0]]:
-        static_query.copy_(given.query)
+    for problem in [*problems, problems[0]]:
+        static_query.copy_(problem.query)
         static_kv.zero_()
-        assert isinstance(given.kv, Tensor)
-        static_kv[: given.kv.shape[0]] = given.kv
+        assert isinstance(problem.kv, Tensor)
+        static_kv[: problem.kv.shape[0]] = problem.kv
         buffers.block_table.zero_()
-        buffers.block_table[:, : given.batch.block_table.shape[1]] = given.batch.block_table
-        buffers.seq_lens.copy_(given.batch.seq_lens)
+        buffers.block_table[:, : problem.batch.block_table.shape[1]] = problem.batch.block_table
+        buffers.seq_lens.copy_(problem.batch.seq_lens)
         graph.replay()
-        want = REFERENCE.attention(given.query, given.kv, given.batch, 0.3)
+        want = REFERENCE.attention(problem.query, problem.kv, problem.batch, 0.3)
         for output in outputs:
             torch.testing.assert_close(output, want, atol=1e-4, rtol=1e-4)
 
 
-# ---- what is shared ------------------------------------------------------------------------------
+# ---- the search ----------------------------------------------------------------------------------
 
 
 def expected_prefixes(
     tables: list[list[int]], lengths: list[int], tiles: PrefixTiles, block: int
 ) -> tuple[list[int], list[int]]:
-    """The order of rows, and their prefixes, in plain Python."""
+    """Compute the order of rows and their prefixes in plain Python."""
     full = [(length - 1) // block for length in lengths]
     last = 2**31 - 1
     rows = range(len(tables))
@@ -405,12 +419,12 @@ def expected_prefixes(
 
 
 def random_rows(seed: int) -> Iterator[tuple[list[int], int]]:
-    """Block tables that share beginnings of several lengths, and their lengths in tokens."""
+    """Yield block tables that share beginnings of several lengths, and their lengths in tokens."""
     choice = random.Random(seed)
-    stems = [[choice.randrange(1, 5) for _ in range(140)] for _ in range(3)]
+    prefixes = [[choice.randrange(1, 5) for _ in range(140)] for _ in range(3)]
     for _ in range(choice.choice((1, 5, 32, 33, 70))):
-        kept = choice.choice((0, 1, 2, 3, 63, 64, 65, 128, 130))
-        table = choice.choice(stems)[:kept] + [choice.randrange(1, 5) for _ in range(4)]
+        num_shared = choice.choice((0, 1, 2, 3, 63, 64, 65, 128, 130))
+        table = choice.choice(prefixes)[:num_shared] + [choice.randrange(1, 5) for _ in range(4)]
         yield table, choice.randrange(1, 8 * len(table) + 1)
 
 
@@ -427,10 +441,10 @@ def test_the_prefixes_are_those_that_save_the_most(min_saved: int) -> None:
         batch.slots = torch.tensor(slots, dtype=torch.int32, device=DEVICE).argsort().int()
         batch.seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         tiles = PrefixTiles(rows=32, keys=16, min_saved=min_saved)
-        found = shared_prefixes.find(batch, len(rows), tiles, 8)
+        shared = shared_prefixes.find(batch, len(rows), tiles, 8)
         order, prefixes = expected_prefixes(tables, lengths, tiles, 8)
-        assert found.order.tolist() == order, seed
-        assert found.lengths.tolist() == prefixes, seed
+        assert shared.order.tolist() == order, seed
+        assert shared.lengths.tolist() == prefixes, seed
         for prefix, length in zip(prefixes, lengths, strict=True):
             assert prefix < length
 
@@ -453,8 +467,8 @@ def make_runner(ops: ReferenceOps) -> Runner:
 
 
 def plans() -> list[Plan]:
-    """A prompt of 70 tokens, then two others that begin with the same 64 and share their blocks.
-    All decode, in a graph that has a padding row, and the first sequence verifies drafts."""
+    """Return steps of a prompt of 70 tokens, then of two prompts that begin with the same 64 tokens and
+    share their blocks. All decode, in a graph with a padding row, and the first verifies drafts."""
     params = SamplingParams(temperature=0.8, seed=3, ignore_eos=True)
     common = [(7 * index) % 90 for index in range(64)]
     prompts = [[*common, 5, 6, 7, 8, 9, 1], [*common, 11, 12], [*common, 21, 22, 23]]
@@ -482,17 +496,17 @@ def plans() -> list[Plan]:
 
 @pytest.mark.slow  # `make test-gpu` runs it too.
 def test_steps_with_shared_prefixes_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager steps of the reference, and steps as graphs compute them with the option."""
+    """Compare eager steps of the reference with steps that graphs compute with the option."""
     monkeypatch.setattr(attention_kernels, "PREFIX_SEQUENCES", 2)
     if DEVICE == "cpu":  # pinned memory is CUDA's
         plain = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False, **k: plain(*a, **k))
-    found: list[list[int]] = []
+    recorded: list[list[int]] = []
     find = shared_prefixes.find
 
     def spy(*arguments: object) -> shared_prefixes.SharedPrefixes:
         prefixes = find(*arguments)  # type: ignore[arg-type]
-        found.append(prefixes.lengths.tolist())
+        recorded.append(prefixes.lengths.tolist())
         return prefixes
 
     monkeypatch.setattr(shared_prefixes, "find", spy)
@@ -504,5 +518,5 @@ def test_steps_with_shared_prefixes_give_the_same_tokens(monkeypatch: pytest.Mon
         assert graphs.launch(plan).wait().tokens == want, plan.step
     assert isinstance(graphs.graphs, WithoutCapture)
     assert {GraphShape(4, 4), GraphShape(8, 8, verifies=True)} <= graphs.graphs.graphs.keys()
-    assert [64, 64, 64, 0] in found, "three sequences and the padding of a decode step"
-    assert [64, 64, 64, 64, 64, 0, 0, 0] in found, "two of the five rows are drafts"
+    assert [64, 64, 64, 0] in recorded, "three sequences and the padding of a decode step"
+    assert [64, 64, 64, 64, 64, 0, 0, 0] in recorded, "two of the five rows are drafts"

@@ -42,7 +42,7 @@ def holder(mark: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 class Waiter:
-    """A thread that takes the lock."""
+    """A thread that acquires the lock."""
 
     def __init__(self, mark: Path):
         self.mark = mark
@@ -86,7 +86,7 @@ def test_a_process_does_not_wait_for_a_suspended_one_forever(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(thread_pool, "MOST_WAITING_SECONDS", 0.5)
+    monkeypatch.setattr(thread_pool, "MAX_WAIT_SECONDS", 0.5)
     assert Waiter(mark).has_lock.wait(10.0)
     assert "this process compiles them too" in caplog.text
     assert holder.poll() is None

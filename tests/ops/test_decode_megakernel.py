@@ -1,5 +1,5 @@
-"""A decode step of a few rows in one kernel, against the same layers op by op: on a GPU, and
-emulated without one. That it compiles, and the arithmetic about its memory."""
+"""The decode megakernel equals the same layers op by op, on a GPU and emulated without one. It compiles,
+and its memory fits a multiprocessor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.batch import empty_kv, make_batch, scattered_tables
 from tests.emulated import EmulatedKernel, emulated_map
 from tests.marks import slow_after
 
-SHARED = 227 * 1024  # bytes a block may have on an H200
+SHARED = 227 * 1024  # the bytes of shared memory that a block may use on an H200
 BASE = dict(vocab_size=96, num_hidden_layers=3, max_position_embeddings=2048)
 LLAMA = dict(BASE, architectures=["LlamaForCausalLM"], hidden_size=256, intermediate_size=704)
 DECODERS: dict[str, dict[str, Any]] = {
@@ -47,14 +47,15 @@ LENGTHS = {
     "eight": [1, 2, 63, 64, 65, 128, 200, 256], "long": [300, 1, 700], "two long": [1030, 257], "five": [9, 90, 40, 2, 700],
     "eight long": [1000, 3, 257, 640, 64, 900, 128, 1],
 }  # fmt: skip
-EMULATED = [  # decoder, multiprocessors, lengths: few kernels, since compiling one takes seconds
+# Decoder, multiprocessors, lengths. There are few kernels, because compiling one takes seconds.
+EMULATED = [
     ("four heads share a key", 5, [LENGTHS["four"]]),
     pytest.param("eight heads share a key", 7, [[1030, 257], [70, 200]], marks=pytest.mark.slow),
     # Some multiprocessors have no unit of a product.
     pytest.param("each has its own, and biases", 36, [[9]], marks=pytest.mark.slow),
     pytest.param("more units than blocks", 6, [[129, 1, 65]], marks=pytest.mark.slow),
     pytest.param("qwen2", 9, [LENGTHS["eight"]], marks=pytest.mark.slow),
-    ("qwen3", 4, [[300, 1, 700], [129, 1, 65]]),  # and logits in several rounds
+    ("qwen3", 4, [[300, 1, 700], [129, 1, 65]]),  # with logits in several rounds
     pytest.param("mistral", 6, [[9, 90, 40, 2, 700]], marks=pytest.mark.slow),
 ]
 SIZES = {  # hidden, inter, heads, key heads, dimensions
@@ -64,18 +65,18 @@ SIZES = {  # hidden, inter, heads, key heads, dimensions
 }
 
 
-class FewOps(ReferenceOps):
+class MegakernelOps(ReferenceOps):
     def fuse(self, decoder: DecoderSpec) -> Any:
         return decode_megakernel.fuse(decoder)
 
 
 @torch.no_grad()
-def made(name: str, device: str = "cuda", **changes: Any) -> Any:
+def build_model(name: str, device: str = "cuda", **changes: Any) -> Any:
     hf = {**DECODERS[name], **changes}
     if device == "cuda":
         from octavo.ops.triton import TritonOps as Backend
     else:
-        Backend = FewOps
+        Backend = MegakernelOps
     model = build(registry.parse(hf), registry.find(hf), Backend(), torch.bfloat16, device)
     generator = torch.Generator(device).manual_seed(1)
     for parameter in model.parameters():
@@ -89,15 +90,15 @@ def made(name: str, device: str = "cuda", **changes: Any) -> Any:
 
 
 @torch.inference_mode()
-def stepped(
+def run_step(
     model: Any, lengths: list[int], block: int, fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states and logits of a decode step of sequences that are so long with it, and KV after
-    it."""
+    """Run a decode step, after which the sequences have these lengths. Return its hidden states and
+    logits, and the KV."""
     tables, device = scattered_tables(lengths, block), next(model.parameters()).device.type
     kv = empty_kv(model.config, tables, block, device, torch.bfloat16)
     generator = torch.Generator(device).manual_seed(2)
-    # all but the last position, which stays NaN until it is written
+    # The last position stays NaN until the step writes it.
     for length, table in zip(lengths, tables, strict=True):
         past = torch.randn(
             len(table) * block, *kv.shape[1:4], kv.shape[5], generator=generator, device=device
@@ -117,30 +118,30 @@ def stepped(
 
 
 def compare(model: Any, fused: Any, lengths: list[int], block: int) -> None:
-    """Of the kernel with the ops."""
-    want, wanted, kept = stepped(model, lengths, block, None)
-    (got, logits, written), (again, repeated, _) = (
-        stepped(model, lengths, block, fused) for _ in range(2)
+    """Compare the kernel with the layers op by op."""
+    want, want_logits, want_kv = run_step(model, lengths, block, None)
+    (got, logits, got_kv), (again, again_logits, _) = (
+        run_step(model, lengths, block, fused) for _ in range(2)
     )
     assert fused.kernels[len(lengths), block] is not None
     assert (fused.vocab == 0) == (model.config.vocab_size % 8 != 0)
-    assert torch.equal(got, again) and torch.equal(logits, repeated), (
-        f"{lengths}: another result the second time"
+    assert torch.equal(got, again) and torch.equal(logits, again_logits), (
+        f"{lengths}: the second run has another result"
     )
-    for a, b in ((got, want), (logits, wanted)):
+    for a, b in ((got, want), (logits, want_logits)):
         error = ((a - b).float().norm(dim=1) / b.float().norm(dim=1)).max()
         assert error < 0.02, f"{lengths}: {error:.3f}"
-    assert torch.equal(kept.isnan(), written.isnan()), (
-        f"{lengths}: written where nothing belongs, or not written"
+    assert torch.equal(want_kv.isnan(), got_kv.isnan()), (
+        f"{lengths}: KV was written at a wrong position, or not written"
     )
-    torch.testing.assert_close(written.nan_to_num(), kept.nan_to_num(), atol=0.05, rtol=0.05)
+    torch.testing.assert_close(got_kv.nan_to_num(), want_kv.nan_to_num(), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("name", DECODERS)
 def test_all_layers_in_one_kernel_equal_layers_op_by_op(name: str, block: int) -> None:
-    model = made(name)
+    model = build_model(name)
     fused = model.fused
     assert isinstance(fused, decode_megakernel.DecodeMegakernel)
     for lengths in LENGTHS.values():
@@ -150,9 +151,9 @@ def test_all_layers_in_one_kernel_equal_layers_op_by_op(name: str, block: int) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(8, 2), (16, 2), (4, 4)])
 def test_every_position_of_a_long_context_counts(heads: tuple[int, int]) -> None:
-    """One layer; of all values only one is not zero, wherever it stands: what is left out of a part
-    shows."""
-    model = made(
+    """Of all values in the one layer only one is not zero, at one position after another. A kernel that
+    skips the position gives another result."""
+    model = build_model(
         "four heads share a key",
         num_hidden_layers=1,
         num_attention_heads=heads[0],
@@ -162,7 +163,7 @@ def test_every_position_of_a_long_context_counts(heads: tuple[int, int]) -> None
     tables = scattered_tables([length], 16)
     kv = empty_kv(model.config, tables, 16, "cuda", torch.bfloat16).nan_to_num()
     batch = make_batch([([3], length - 1)], tables, 16, "cuda")
-    fused, none = model.fused, None
+    fused = model.fused
     with torch.inference_mode():
         for p in [
             0,
@@ -176,7 +177,7 @@ def test_every_position_of_a_long_context_counts(heads: tuple[int, int]) -> None
         ]:
             kv[tables[0][p // 16], :, 1, :, p % 16] = 300
             results = []
-            for model.fused in (none, fused):
+            for model.fused in (None, fused):
                 results.append(model(batch, kv.clone()).float())
             kv[tables[0][p // 16], :, 1, :, p % 16] = 0
             assert (results[0] - results[1]).norm() < 0.02 * results[0].norm(), p
@@ -187,8 +188,8 @@ def test_every_position_of_a_long_context_counts(heads: tuple[int, int]) -> None
 
 @pytest.mark.gpu
 def test_replayed_from_a_graph() -> None:
-    """Meetings are counted from zero each time."""
-    model, lengths = made("qwen3"), [300, 1, 64, 9]
+    """Each replay counts the arrivals at the grid barrier from zero."""
+    model, lengths = build_model("qwen3"), [300, 1, 64, 9]
     tables = scattered_tables(lengths, 16)
     kv = empty_kv(model.config, tables, 16, "cuda", torch.bfloat16).normal_()
     batch = make_batch(
@@ -209,26 +210,26 @@ def test_replayed_from_a_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_short_sequences_get_the_same_alone_and_in_company() -> None:
-    """Bit by bit: a row's arithmetic does not depend on how many rows there are."""
-    model, lengths = made("four heads share a key"), LENGTHS["eight"]
+def test_short_sequences_have_the_same_bits_alone_and_in_a_batch() -> None:
+    """The arithmetic of a row does not depend on the number of rows."""
+    model, lengths = build_model("four heads share a key"), LENGTHS["eight"]
     tables = scattered_tables(lengths, 64)
     kv = empty_kv(model.config, tables, 64, "cuda", torch.bfloat16).normal_()
     chunks = [([7 * i + 3], length - 1) for i, length in enumerate(lengths)]
     with torch.inference_mode():
         batch = make_batch(chunks, tables, 64, "cuda")
-        everybody, logits = model.forward_with_logits(batch, kv.clone())
+        together, logits = model.forward_with_logits(batch, kv.clone())
         for i, chunk in enumerate(chunks):
             single = make_batch([chunk], [tables[i]], 64, "cuda")
             alone, alone_logits = model.forward_with_logits(single, kv.clone())
-            assert torch.equal(alone[0], everybody[i])
+            assert torch.equal(alone[0], together[i])
             assert torch.equal(alone_logits[0], logits[i])
 
 
 @pytest.mark.gpu
-def test_it_leaves_alone_what_it_cannot_compute() -> None:
-    """A prompt beside decoding rows, more than eight rows, compressed KV: op by op, and right."""
-    model = made("qwen3")
+def test_batches_that_it_does_not_support_are_computed_op_by_op() -> None:
+    """These are a prompt beside decoding rows, more than eight rows, and compressed KV."""
+    model = build_model("qwen3")
     tables = scattered_tables([40] * 9, 16)
     kv = empty_kv(model.config, tables, 16, "cuda", torch.bfloat16).nan_to_num()
     hidden = torch.zeros(9, 320, dtype=torch.bfloat16, device="cuda")
@@ -252,22 +253,22 @@ def test_it_leaves_alone_what_it_cannot_compute() -> None:
 
 
 class Emulation:
-    """A GPU of so many multiprocessors. `edits`: changes to the kernel's text; `parts`: of x,
-    whatever memory there is."""
+    """A GPU with `blocks` multiprocessors. `source_edits` are changes to the source of the kernel, and
+    `parts` is the number of parts in which the activations of W_down are loaded."""
 
     def __init__(
         self,
         patch: pytest.MonkeyPatch,
         folder: Path,
         blocks: int,
-        *edits: tuple[str, str],
+        *source_edits: tuple[str, str],
         parts: int = 1,
     ):
         self.kernels: list[EmulatedKernel] = []
         source = decode_megakernel.SOURCE
-        if edits:
+        if source_edits:
             text, source = decode_megakernel.SOURCE.read_text(), folder / "edited.cu"
-            for before, after in edits:
+            for before, after in source_edits:
                 assert before in text, before
                 text = text.replace(before, after, 1)
             source.write_text(text)
@@ -284,11 +285,11 @@ class Emulation:
         patch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
         patch.setattr(decode_megakernel, "available", lambda _: True)
         patch.setattr(decode_megakernel, "tensor_map", emulated_map)
-        room = decode_megakernel.shared_memory_layout
+        layout = decode_megakernel.shared_memory_layout
         patch.setattr(
             decode_megakernel,
             "shared_memory_layout",
-            lambda *arguments: (*room(*arguments)[:2], parts),
+            lambda *arguments: (*layout(*arguments)[:2], parts),
         )
         patch.setattr(decode_megakernel, "Kernel", SimpleNamespace(load=kernel))
 
@@ -301,74 +302,76 @@ def test_emulated_it_equals_layers_op_by_op(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the order in which threads come to go on."""
+    """The order in which threads run is random."""
     emulation = Emulation(monkeypatch, tmp_path, blocks)
-    model = made(name, "cpu", num_hidden_layers=2)
+    model = build_model(name, "cpu", num_hidden_layers=2)
     fused = model.fused
-    for each in lengths:
-        for seed in (1, 2):  # copies come soon; a warp lags far behind
+    for step_lengths in lengths:
+        for seed in (1, 2):  # With 1, copies arrive soon; with 2, a warp lags far behind.
             for kernel in emulation.kernels:
                 kernel.seed = seed
-            compare(model, fused, each, 16)
+            compare(model, fused, step_lengths, 16)
 
 
 @pytest.mark.slow
 def test_in_one_part_or_two_the_bits_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row alone may have x whole where several have it in parts."""
+    """The activations of one row may be loaded in one part, and those of several rows in two."""
     results = []
     for parts in (1, 2):
         Emulation(monkeypatch, tmp_path, 5, parts=parts)
-        model = made("each has its own, and biases", "cpu", num_hidden_layers=2)
+        model = build_model("each has its own, and biases", "cpu", num_hidden_layers=2)
         compare(model, model.fused, [70, 9], 16)
-        results.append(stepped(model, [70, 9], 16, model.fused))
+        results.append(run_step(model, [70, 9], 16, model.fused))
         monkeypatch.undo()
     for one, two in zip(*results, strict=True):
         assert torch.equal(one.nan_to_num(), two.nan_to_num())
 
 
 BLOCK_BARRIER = "block_barrier();"
-MISTAKES = {  # what the kernel's text says, and what it says then
-    "x is read before all of it is there": (
+BUGS = {  # the source of the kernel, and its replacement
+    "activations are read before all of them are loaded": (
         f"= values[row];\n    }}\n    {BLOCK_BARRIER}",
         "= values[row];\n    }",
     ),
-    "what follows of x comes too early": (
+    "the second part of the activations is stored too early": (
         "        block_barrier();  // the previous contents are no longer needed\n",
         "",
     ),
-    "the rest of x stays in registers": (
+    "the second part of the activations is not stored": (
         "if (tid + j * THREADS < (END - BEGIN) * 8)\n",
         "if (false)\n",
     ),
     "blocks do not wait for each other": ("            grid_wait(barrier_count, expected);\n", ""),
-    "weights are read before they came": (
-        "            mbarrier_wait(ring.full + ring.at * 8, ring.parity);\n",
+    "weights are read before they have arrived": (
+        "            mbarrier_wait(ring.full + ring.stage * 8, ring.parity);\n",
         "",
     ),
     "weights are overwritten": (
-        "        mbarrier_wait(ring.empty + ring.at * 8, ring.parity ^ 1);\n",
+        "        mbarrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);\n",
         "",
     ),
-    "weights are never given back": (
-        "if (lane == 0) mbarrier_arrive(ring.empty + ring.at * 8);",
+    "stages of the ring are never released": (
+        "if (lane == 0) mbarrier_arrive(ring.empty + ring.stage * 8);",
         "",
     ),
-    "a unit too many is copied": ("unit >= units_of(phase)) {", "unit > units_of(phase)) {"),
-    "scores are weighed too early": (
+    "one unit too many is copied": ("unit >= units_of(phase)) {", "unit > units_of(phase)) {"),
+    "probabilities are read too early": (
         f"running_max[query] = new_max;\n            }}\n        }}\n        {BLOCK_BARRIER}",
         "running_max[query] = new_max;\n            }\n        }",
     ),
 }
 
 
-@pytest.mark.parametrize("mistake", slow_after(2, MISTAKES))
+@pytest.mark.parametrize("bug", slow_after(2, BUGS))
 def test_the_emulation_finds_mistakes(
-    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    emulation = Emulation(monkeypatch, tmp_path, 3, MISTAKES[mistake], parts=2)
-    model = made("four heads share a key", "cpu", num_hidden_layers=1, intermediate_size=2880)
+    emulation = Emulation(monkeypatch, tmp_path, 3, BUGS[bug], parts=2)
+    model = build_model(
+        "four heads share a key", "cpu", num_hidden_layers=1, intermediate_size=2880
+    )
     fused = model.fused
     with pytest.raises((AssertionError, driver.CudaError)):
         for seed in range(8):
@@ -418,30 +421,30 @@ def test_it_compiles_and_fits(name: str, rows: int) -> None:
     except driver.CudaError as error:
         pytest.skip(str(error))
     decoder = spec(name)
-    slots, shared, parts = decode_megakernel.shared_memory_layout(decoder, rows, 132, SHARED)
-    if slots < decode_megakernel.MIN_STAGES:
+    stages, shared, parts = decode_megakernel.shared_memory_layout(decoder, rows, 132, SHARED)
+    if stages < decode_megakernel.MIN_STAGES:
         assert (name, rows) == ("llama-8b", 8)
         return
     assert shared <= SHARED
-    constants = decode_megakernel.constants_of(decoder, rows, 64, slots, shared, parts, 132)
+    constants = decode_megakernel.constants_of(decoder, rows, 64, stages, shared, parts, 132)
     options = [
         "--gpu-architecture=sm_90",
         "--std=c++17",
         "--ptxas-options=-v",
         *(f"-D{k}={v}" for k, v in constants.items()),
     ]
-    code, said = driver.translate(driver.with_header(decode_megakernel.SOURCE), options)
+    code, log = driver.translate(driver.with_header(decode_megakernel.SOURCE), options)
     assert code[:4] == b"\x7fELF"
     registers, spilled = (
         int(found[0])
-        for found in (re.findall(p, said) for p in (r"Used (\d+) reg", r"(\d+) bytes spill stores"))
+        for found in (re.findall(p, log) for p in (r"Used (\d+) reg", r"(\d+) bytes spill stores"))
     )
     assert registers <= 168  # nine warps on four schedulers
-    # what was spilled comes back slowly between two meetings
+    # Reading spilled registers back takes time between two grid barriers.
     assert spilled <= (0 if name == "tinyllama-1.1b" else 200)
 
 
-def test_a_mistake_in_a_kernel_is_shown() -> None:
+def test_the_compiler_log_names_an_error_in_a_kernel() -> None:
     try:
         driver._nvrtc()
     except driver.CudaError as error:
@@ -453,7 +456,7 @@ def test_a_mistake_in_a_kernel_is_shown() -> None:
 def test_other_decoders_are_computed_op_by_op() -> None:
     good = spec("qwen3-0.6b")
     assert decode_megakernel.supports(good)
-    assert decode_megakernel.fuse(good) is None  # on no GPU
+    assert decode_megakernel.fuse(good) is None  # There is no GPU.
     layer = good.layers[0]
     assert not decode_megakernel.supports(
         spec("qwen3-0.6b", torch.float16)
@@ -461,7 +464,7 @@ def test_other_decoders_are_computed_op_by_op() -> None:
     assert not decode_megakernel.supports(spec("qwen3-0.6b", head_dim=96))
     assert not decode_megakernel.supports(
         spec("qwen3-0.6b", num_heads=22, num_kv_heads=2)
-    )  # eleven share a key
+    )  # Eleven query heads share a key head.
     for changes in (
         dict(out=QuantWeight.empty(FORMATS["int8"], 1024, 2048)),
         dict(post_mlp_norm=layer.mlp_norm),
@@ -480,15 +483,15 @@ def test_other_decoders_are_computed_op_by_op() -> None:
 def test_it_is_for_hopper_and_later_and_can_be_switched_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for major, fits in ((8, False), (9, True), (10, True)):
+    for major, is_available in ((8, False), (9, True), (10, True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=major: (major, 0))
-        assert decode_megakernel.available(torch.device("cuda")) is fits
+        assert decode_megakernel.available(torch.device("cuda")) is is_available
     assert not decode_megakernel.available(torch.device("cpu"))
     monkeypatch.setenv("OCTAVO_MEGAKERNEL", "none")
     assert not decode_megakernel.available(torch.device("cuda"))
 
 
-def test_a_kernel_that_does_not_compile_is_done_without(
+def test_without_a_compiler_layers_are_computed_op_by_op(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any, **__: Any) -> bytes:
@@ -507,7 +510,7 @@ def test_a_kernel_that_does_not_compile_is_done_without(
     assert caplog.text.count("so they decode more slowly: no compiler") == 1
 
 
-def test_compiled_code_is_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_cached(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
     monkeypatch.setattr(

@@ -31,7 +31,7 @@ FILTERS = [
     (1, 1.0, 0.0),
 ]
 THREADS = 64
-LIST = 40  # few, so that both ways are tested: with the list and without it
+LIST = 40  # The list is short, so that sampling with it and without it is tested.
 
 
 def columns(
@@ -148,7 +148,7 @@ def test_frequencies_follow_the_kept_probabilities(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_emulated_kernel_chooses_as_the_reference(dtype: torch.dtype, tmp_path: Path) -> None:
-    """The vocabulary has no multiple of the vector, rows are padded, and some logits are equal."""
+    """The vocabulary is not a multiple of the vector size, rows are padded, and some logits are equal."""
     vocab_size = 601
     rows = torch.arange(3, dtype=torch.int32)
     logits = torch.zeros(3, 608).to(dtype)[:, :vocab_size]
@@ -174,7 +174,7 @@ def test_the_emulated_kernel_chooses_as_the_reference(dtype: torch.dtype, tmp_pa
             )
 
 
-def test_the_emulated_kernel_leaves_other_rows_alone(tmp_path: Path) -> None:
+def test_the_emulated_kernel_does_not_change_other_rows(tmp_path: Path) -> None:
     logits = random_logits(3, 64, 1.0)
     sampling = columns(3, 1.0, OFF, 1.0, 0.0)
     sampling.top_k[1] = 5
@@ -195,4 +195,6 @@ def test_the_emulated_kernel_leaves_other_rows_alone(tmp_path: Path) -> None:
         argument=filtered_sampling.arguments(logits, rows, rows, sampling, tokens),
         device=logits.device,
     )
-    assert tokens.tolist() == [7, 8, -1], "no filter, no temperature, not a number"
+    assert tokens.tolist() == [7, 8, -1], (
+        "a row without filters, one without temperature, one with NaN"
+    )

@@ -1,4 +1,4 @@
-"""Huge pages: where pieces of an arena lie, and that Linux was asked."""
+"""Huge pages: where an arena places its allocations, and that huge pages are requested from Linux."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.ops.huge_pages import CHUNK, HUGE, LINE, Arena, huge
+from octavo.ops.huge_pages import CACHE_LINE, CHUNK, HUGE_PAGE, Arena, advise_huge
 
 
 def flags_of(address: int) -> list[str]:
-    """The kernel's flags of the mapping that holds this address."""
+    """Return Linux's flags of the mapping that contains this address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
@@ -27,48 +27,48 @@ def flags_of(address: int) -> list[str]:
     return []
 
 
-def test_pieces_follow_one_another_on_cache_lines_and_never_overlap():
+def test_allocations_are_consecutive_cache_lines_and_never_overlap():
     arena = Arena()
-    pieces = [arena.take(size) for size in (1, 64, 65, 1000, 0, 128)]
+    pieces = [arena.allocate(size) for size in (1, 64, 65, 1000, 0, 128)]
     assert [len(p) for p in pieces] == [1, 64, 65, 1000, 0, 128]
     starts = [p.data_ptr() for p in pieces if len(p)]
     assert [b - a for a, b in pairwise(starts)] == [64, 64, 128, 1024]
-    assert starts[0] % HUGE == 0
+    assert starts[0] % HUGE_PAGE == 0
     for i, piece in enumerate(pieces):
         piece.fill_(i)
     assert all((piece == i).all() for i, piece in enumerate(pieces))
 
 
-def test_a_piece_larger_than_a_chunk_has_memory_of_its_own_and_leaves_the_chunk_alone():
+def test_an_allocation_larger_than_a_chunk_has_memory_of_its_own():
     arena = Arena()
-    small, large, after = arena.take(10), arena.take(CHUNK + 1), arena.take(10)
-    assert large.data_ptr() % HUGE == 0 and len(large) == CHUNK + 1
-    assert after.data_ptr() == small.data_ptr() + LINE
+    small, large, after = arena.allocate(10), arena.allocate(CHUNK + 1), arena.allocate(10)
+    assert large.data_ptr() % HUGE_PAGE == 0 and len(large) == CHUNK + 1
+    assert after.data_ptr() == small.data_ptr() + CACHE_LINE
 
 
-def test_a_piece_outlives_its_arena():
-    piece = Arena().take(1 << 20).fill_(7)
+def test_an_allocation_outlives_its_arena():
+    piece = Arena().allocate(1 << 20).fill_(7)
     gc.collect()
     assert (piece == 7).all()
 
 
-def test_a_chunk_begun_in_inference_mode_serves_who_is_in_none():
+def test_a_chunk_from_inference_mode_also_serves_callers_outside_of_it():
     arena = Arena()
     with torch.inference_mode():
-        first = arena.take(10).fill_(1)
-    second = arena.take(10).fill_(2)
+        first = arena.allocate(10).fill_(1)
+    second = arena.allocate(10).fill_(2)
     assert first.tolist() + second.tolist() == [1] * 10 + [2] * 10
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-def test_linux_is_asked_for_huge_pages():
-    # torch's own may have been somebody's before
-    fresh = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    tensor = torch.frombuffer(fresh, dtype=torch.uint8)
-    before = flags_of(tensor.data_ptr() + HUGE)
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are a feature of Linux")
+def test_huge_pages_are_requested_from_linux():
+    # Memory that torch allocates may have been used before.
+    mapping = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    before = flags_of(tensor.data_ptr() + HUGE_PAGE)
     if not before or not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        pytest.skip("this kernel has none, or does not tell")
+        pytest.skip("Linux has no huge pages here, or does not report them")
     assert "hg" not in before
-    assert huge(tensor) is tensor
-    assert "hg" in flags_of(tensor.data_ptr() + HUGE)
-    assert "hg" in flags_of(Arena().take(100).data_ptr())
+    assert advise_huge(tensor) is tensor
+    assert "hg" in flags_of(tensor.data_ptr() + HUGE_PAGE)
+    assert "hg" in flags_of(Arena().allocate(100).data_ptr())

@@ -93,7 +93,7 @@ def test_attention_of_a_row_has_the_same_bits_in_every_chunk_and_batch(
     shape: tuple[int, int, int, bool, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads, kv_heads, dim, codes, window = shape
-    if not ON_GPU:  # several parts in a short context
+    if not ON_GPU:  # A short context then has several parts.
         monkeypatch.setattr(invariant_attention, "PART_KEYS", 128)
     context = Context(heads, kv_heads, dim, HALF if ON_GPU else torch.float32, codes)
     with monkeypatch.context() as patch:
@@ -103,7 +103,7 @@ def test_attention_of_a_row_has_the_same_bits_in_every_chunk_and_batch(
             parts = torch.cat(context.attend(chunks_of(size, LENGTH), window))
             assert torch.equal(parts, whole), f"chunks of {size}"
     positions = [0, 64, 127, 128, 200, 256, LENGTH - 1]
-    for position in positions:  # alone: each part is a program
+    for position in positions:  # For a single row, each part is a program.
         (row,) = context.attend([(position, position + 1)], window)
         assert torch.equal(row[0], whole[position]), f"position {position}"
     rows = context.attend([(position, position + 1) for position in positions], window)
@@ -192,31 +192,31 @@ def test_a_joined_weight_is_computed_part_by_part() -> None:
     assert torch.equal(OPS.linear(hidden[:1], weight), want[:1])
 
 
-class PretendedShapes(LibraryShapes):
-    """Every number of rows agrees: the library is replaced by the kernel."""
+class AgreeingShapes(LibraryShapes):
+    """Every number of rows agrees, because the kernel replaces the library."""
 
     def rows(self, weight: Tensor) -> tuple[int, ...]:
         return LIBRARY_ROWS[:4]
 
 
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("with_addends", [False, True])
 def test_blocks_of_the_library_are_padded_and_joined(
-    adds: bool, monkeypatch: pytest.MonkeyPatch
+    with_addends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
 
-    def pretended(hidden: Tensor, weight: Tensor, output: Tensor) -> None:
+    def library_product(hidden: Tensor, weight: Tensor, output: Tensor) -> None:
         sizes.append(len(hidden))
         output.copy_(invariant_product.kernel_product(hidden, weight))
 
-    monkeypatch.setattr(invariant_product, "library_product", pretended)
+    monkeypatch.setattr(invariant_product, "library_product", library_product)
     weight, bias = random(23, 32, seed=1), random(23, seed=2)
     hidden, residual = random(240, 32, seed=3), random(240, 23, seed=4)
-    added = [bias if adds else None, residual if adds else None]
+    added = [bias if with_addends else None, residual if with_addends else None]
     want = invariant_product.kernel_product(
         hidden, weight, *(None if each is None else each.clone() for each in added)
     )
-    shapes = PretendedShapes()
+    shapes = AgreeingShapes()
     for rows, expected in {
         63: [],
         64: [64],
@@ -226,8 +226,8 @@ def test_blocks_of_the_library_are_padded_and_joined(
         240: [112, 112, 64],
     }.items():
         sizes.clear()
-        rest = None if added[1] is None else added[1][:rows].clone()
-        got = invariant_product.linear(hidden[:rows], weight, added[0], rest, shapes)
+        residual_rows = None if added[1] is None else added[1][:rows].clone()
+        got = invariant_product.linear(hidden[:rows], weight, added[0], residual_rows, shapes)
         assert torch.equal(got, want[:rows])
         assert sizes == expected
 

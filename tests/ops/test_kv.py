@@ -1,5 +1,5 @@
-"""Compressed KV: what the codes promise, and that every backend writes and reads them as the
-reference does."""
+"""Compressed KV: the accuracy of codes, and that every backend writes and reads them as the reference
+does."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ CODES = pytest.mark.parametrize("codes", list(LARGEST), ids=["int8", "fp8"])
 needs_kernels = pytest.mark.skipif(
     isinstance(instruction_set(), str), reason=str(instruction_set())
 )
-ODD = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-31, 1e-29, 3e37, -7.0])  # what a vector may be made of
+ODD_NUMBERS = torch.tensor(
+    [0.0, -0.0, 1.0, -1.0, 1e-31, 1e-29, 3e37, -7.0]
+)  # numbers of special vectors
 
 
-def coded(kv: Tensor, codes: torch.dtype) -> QuantKV:
-    """A layer's kv [N, 2, Hk, B, D] compressed, as it lies in a store: slots that held NaN hold
+def compressed(kv: Tensor, codes: torch.dtype) -> QuantKV:
+    """Compress a layer's kv [N, 2, Hk, B, D] with the strides of a store. Vectors with NaN become
     NaN."""
     blocks, _, heads, size, dim = kv.shape
     model = ModelConfig("", 1, 1, 3, heads, heads, dim, 1, 1)
@@ -40,8 +42,8 @@ def coded(kv: Tensor, codes: torch.dtype) -> QuantKV:
     store.tensor.fill_(255)
     layer = store.view[:, 1]
     assert isinstance(layer, QuantKV)
-    found, scales = compress(kv, codes)
-    layer.codes.view(torch.int8).copy_(found.view(torch.int8))
+    layer_codes, scales = compress(kv, codes)
+    layer.codes.view(torch.int8).copy_(layer_codes.view(torch.int8))
     layer.scales.copy_(scales)
     return layer
 
@@ -53,10 +55,10 @@ def problem(
     dim: int,
     codes: torch.dtype,
     slack: int = 0,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Tensor, QuantKV, ForwardBatch]:
-    batch, kv = filled(items, kv_heads, dim, DEVICE, slack, **more)
-    return draw(len(batch.ids), heads, dim).to(DEVICE), coded(kv, codes), batch
+    batch, kv = filled(items, kv_heads, dim, DEVICE, slack, **options)
+    return draw(len(batch.ids), heads, dim).to(DEVICE), compressed(kv, codes), batch
 
 
 # ---- codes ---------------------------------------------------------------------------------------
@@ -64,9 +66,9 @@ def problem(
 
 @CODES
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
-def test_what_comes_back_is_near_what_went_in(codes: torch.dtype, size: float) -> None:
-    """int8: within half a step, of which there are 127 to the largest number. fp8: within a
-    sixteenth of each number, or of the smallest step."""
+def test_expanded_codes_are_near_the_numbers(codes: torch.dtype, size: float) -> None:
+    """The error of int8 is at most half a step; a step is 1/127 of the largest number. That of fp8 is
+    at most a sixteenth of the number, or one smallest step."""
     x = draw(1000, 64).to(DEVICE) * size
     got = expand(QuantKV(*compress(x, codes)))
     peak = x.abs().amax(1, keepdim=True)
@@ -80,8 +82,7 @@ def test_what_comes_back_is_near_what_went_in(codes: torch.dtype, size: float) -
 
 
 @CODES
-def test_a_vectors_codes_are_its_own(codes: torch.dtype) -> None:
-    """Neither the vectors beside it nor the rounding of a half-precision copy of it matter."""
+def test_the_codes_of_a_vector_do_not_depend_on_other_vectors(codes: torch.dtype) -> None:
     x = draw(7, 3, 32).to(DEVICE)
     for part in (x, x.bfloat16()):
         whole, scales = compress(part, codes)
@@ -94,13 +95,12 @@ def test_a_vectors_codes_are_its_own(codes: torch.dtype) -> None:
 
 @CODES
 def test_odd_vectors(codes: torch.dtype) -> None:
-    """Zeros are zeros, also very small ones; the largest numbers survive; what is not finite is
-    NaN, all of it and it alone."""
+    """Zeros and very small numbers become zeros, and the largest numbers are kept. A vector that is not
+    finite becomes NaN, and no other vector does."""
     x = torch.zeros(7, 16, device=DEVICE)
     x[1], x[2, 3], x[3, 5] = 1e-31, 3.4e38, -1e-29
     x[4, 0], x[5, 1], x[6, 2] = torch.inf, -torch.inf, torch.nan
-    found, scales = compress(x, codes)
-    got = expand(QuantKV(found, scales))
+    got = expand(QuantKV(*compress(x, codes)))
     assert not got[:2].any()
     torch.testing.assert_close(got[2:4], x[2:4], rtol=1e-6, atol=0)
     assert bool(got[4:].isnan().all())
@@ -113,7 +113,7 @@ def test_odd_vectors(codes: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("heads", "dim", "block"), [(3, 64, 16), (8, 128, 64), (1, 80, 64), (5, 4, 1)]
 )
-def test_a_block_is_one_record_of_the_bytes_that_are_planned(
+def test_a_block_is_contiguous_and_has_the_bytes_of_the_memory_plan(
     codes: torch.dtype, heads: int, dim: int, block: int
 ) -> None:
     model = ModelConfig("", 1, 1, 4, heads, heads, dim, 1, 1)
@@ -134,7 +134,7 @@ def test_a_block_is_one_record_of_the_bytes_that_are_planned(
         store.view.codes.untyped_storage().data_ptr() == store.tensor.untyped_storage().data_ptr()
     )
     assert not expand(store.view)[0].any(), "padding reads as zeros"
-    if block % 16 == 0 and dim % 16 == 0:  # what vector loads want
+    if block % 16 == 0 and dim % 16 == 0:  # Vector loads need this alignment.
         assert (
             all(store.view.codes.stride(i) % 16 == 0 for i in range(5))
             and store.view.codes.data_ptr() % 16 == 0
@@ -178,7 +178,9 @@ def test_reference_attention(
 
 @CODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reference_writes_its_slots_and_no_other(codes: torch.dtype, dtype: torch.dtype) -> None:
+def test_the_reference_writes_its_positions_and_no_others(
+    codes: torch.dtype, dtype: torch.dtype
+) -> None:
     _, kv, batch = problem(BATCHES["mixed"], 4, 2, 16, codes)
     plain = expand(kv).nan_to_num(7.0)
     qkv = draw(len(batch.ids), 8 * 16).to(DEVICE, dtype)
@@ -210,24 +212,24 @@ def test_cpu_attention_reads_codes_in_place(
 ) -> None:
     if DEVICE != "cpu":
         pytest.skip("a CPU's kernels")
-    team = thread_pool()
-    assert team is not None
+    pool = thread_pool()
+    assert pool is not None
     items = BATCHES.get(name, [(37, 0), (1, 100), (20, 150), (70, 3)])
     q, kv, batch = problem(items, heads, kv_heads, dim, codes, slack)
     want = definition(q, expand(kv), batch, 0.3, window)
     torch.testing.assert_close(
-        paged_attention(team, q, kv, batch, 0.3, window).double(), want, atol=3e-5, rtol=0
+        paged_attention(pool, q, kv, batch, 0.3, window).double(), want, atol=3e-5, rtol=0
     )
     assert torch.equal(
         CpuOps().attention(q, kv, batch, 0.3, window),
-        paged_attention(team, q, kv, batch, 0.3, window),
+        paged_attention(pool, q, kv, batch, 0.3, window),
     )
 
 
 @needs_kernels
 @CODES
 def test_cpu_kernels_write_the_references_codes(codes: torch.dtype) -> None:
-    """Also between every two float8 numbers, where rounding decides, and of vectors that are not
+    """The vectors include the middle between every two float8 numbers, and vectors that are not
     finite."""
     import numba
 
@@ -250,7 +252,7 @@ def test_cpu_kernels_write_the_references_codes(codes: torch.dtype) -> None:
     values = torch.cat((values, -values, torch.arange(-127, 127.5, 0.5)))
     dim = 32
     x = torch.nn.functional.pad(values, (0, -len(values) % (dim - 1))).view(-1, dim - 1)
-    # the largest code: the others are then what they are
+    # With the largest code in each vector, the scale is 1.
     x = torch.cat((torch.full((len(x), 1), LARGEST[codes]), x), 1)
     x[:, 1:] = x[:, 1:].clamp(-LARGEST[codes], LARGEST[codes])
     x = torch.cat(
@@ -258,7 +260,7 @@ def test_cpu_kernels_write_the_references_codes(codes: torch.dtype) -> None:
             x,
             draw(50, dim) * torch.logspace(-32, 37, 50)[:, None],
             torch.zeros(1, dim),
-            ODD.repeat(dim // 8)[None],
+            ODD_NUMBERS.repeat(dim // 8)[None],
         )
     )
     for bad in (torch.inf, -torch.inf, torch.nan):
@@ -326,7 +328,7 @@ def test_triton_attention_in_long_sequences(
         pytest.skip("takes half a minute to compile, and no model needs it")
     items = [(1, 299), (1, 0), (1, 128), (70, 130), (40, 0)]
     q, kv, batch = problem(items, 2, 1, dim, codes, block=block)
-    q = (q * 100).to(dtype)  # neither very small nor large queries are lost
+    q = (q * 100).to(dtype)  # Queries of any size must keep their precision.
     got, want = (ops.attention(q, kv, batch, 0.001, window) for ops in (triton_ops, REFERENCE))
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
@@ -339,7 +341,7 @@ def test_triton_attention_in_long_sequences(
 def test_triton_attention_over_small_and_large_numbers(
     dtype: torch.dtype, codes: torch.dtype, triton_ops: Any
 ) -> None:
-    """Products are in float16: queries and values of other sizes than its own must survive it."""
+    """Products are in float16, which must not limit the size of queries and values."""
     batch, plain = filled([(1, 200), (70, 130)], 1, 64, DEVICE, block=64)
     q = draw(len(batch.ids), 2, 64).to(DEVICE)
     for query, value in (
@@ -348,7 +350,7 @@ def test_triton_attention_over_small_and_large_numbers(
         sized = plain.clone()
         sized[:, 0] /= query
         sized[:, 1] *= value
-        kv = coded(sized, codes)
+        kv = compressed(sized, codes)
         got, want = (
             ops.attention((q * query).to(dtype), kv, batch, 0.1, 0).float()
             for ops in (triton_ops, REFERENCE)
@@ -364,33 +366,32 @@ def test_triton_writes_the_references_codes(
     heads: int, kv_heads: int, dim: int, rope: bool, norm: bool, codes: torch.dtype, triton_ops: Any
 ) -> None:
     _, kv, batch = problem(BATCHES["mixed"], heads, kv_heads, dim, codes)
-    twin = coded(expand(kv), codes)
+    expected_kv = compressed(expand(kv), codes)
     qkv = draw(len(batch.ids), (heads + 2 * kv_heads) * dim).to(DEVICE)
     qkv[3], qkv[5, 0], qkv[6, -1] = 0.0, torch.inf, torch.nan
     angle = draw(64, dim // 2, seed=1).to(DEVICE)
     cos_sin = torch.stack([angle.cos(), angle.sin()], 1) if rope else None
     norms = (draw(dim, seed=2).to(DEVICE), draw(dim, seed=3).to(DEVICE)) if norm else (None, None)
     got = triton_ops.rope_and_cache(qkv, kv, batch, cos_sin, *norms)
-    want = REFERENCE.rope_and_cache(qkv, twin, batch, cos_sin, *norms)
+    want = REFERENCE.rope_and_cache(qkv, expected_kv, batch, cos_sin, *norms)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5, equal_nan=True)
-    torch.testing.assert_close(kv.scales, twin.scales, rtol=1e-5, atol=0, equal_nan=True)
-    known = ~twin.scales.isnan()
-    same = (kv.codes.float() == twin.codes.float())[known]
-    # a last bit before rounding may decide
+    torch.testing.assert_close(kv.scales, expected_kv.scales, rtol=1e-5, atol=0, equal_nan=True)
+    is_finite = ~expected_kv.scales.isnan()
+    same = (kv.codes.float() == expected_kv.codes.float())[is_finite]
+    # A difference in the last bit before rounding may change a code.
     assert float(same.float().mean()) > (0.999 if rope else 0.9999)
     step = kv.scales[..., None] * (1.01 if codes == torch.int8 else 33)
-    assert bool(((expand(kv) - expand(twin)).abs() <= step)[known].all())
+    assert bool(((expand(kv) - expand(expected_kv)).abs() <= step)[is_finite].all())
 
 
 def test_the_assembler_in_triton_kernels_converts_every_code(triton_ops: Any) -> None:
-    """Without a GPU the kernels take another way: here each instruction of this one is computed by
-    hand."""
+    """Without a GPU the kernels do not use this PTX, so it is interpreted here."""
     from octavo.ops.triton import kv_codes
 
-    every = torch.arange(256, dtype=torch.uint8)
+    all_codes = torch.arange(256, dtype=torch.uint8)
     as_int8, as_fp8 = (
-        every.view(torch.int8).float().tolist(),
-        every.view(torch.float8_e4m3fn).float().tolist(),
+        all_codes.view(torch.int8).float().tolist(),
+        all_codes.view(torch.float8_e4m3fn).float().tolist(),
     )
     for n in range(256):
         four = [n, (n * 7 + 3) % 256, 255 - n, (n + 128) % 256]
@@ -403,7 +404,7 @@ def test_the_assembler_in_triton_kernels_converts_every_code(triton_ops: Any) ->
         ):
             got = [halves(x) for x in run_ptx(text, 4, [word(four), word(other)])]
             want = [[meaning[a], meaning[b]] for a, b in zip(four, other, strict=True)]
-            assert str(got) == str(want)  # of NaN too
+            assert str(got) == str(want)  # As text, because NaN is not equal to NaN.
 
 
 def word(four: list[int]) -> int:
@@ -420,7 +421,7 @@ def halves(register: int) -> list[float]:
 
 
 def run_ptx(text: str, outputs: int, inputs: list[int]) -> list[int]:
-    """The registers $0, $1 ... that some lines of PTX leave."""
+    """Run some lines of PTX, and return the registers $0, $1 ..."""
     state = {f"${outputs + i}": x for i, x in enumerate(inputs)}
 
     def bits(values: Tensor) -> int:
@@ -428,17 +429,17 @@ def run_ptx(text: str, outputs: int, inputs: list[int]) -> list[int]:
         return a | b << 16
 
     for line in text.strip("{} \n").splitlines():
-        operation, _, rest = line.strip(" ;").partition(" ")
+        operation, _, operands = line.strip(" ;").partition(" ")
         if operation in (".reg", ""):
             continue
-        if rest.startswith("{"):  # a register's two halves
-            names, source = rest.strip("{").split("}, ")
+        if operands.startswith("{"):  # A register is divided into its halves.
+            names, source = operands.strip("{").split("}, ")
             state |= zip(
                 names.split(", "), (state[source] & 0xFFFF, state[source] >> 16), strict=True
             )
             continue
-        target, *given = rest.split(", ")
-        a, b, c = ([state[x] if x in state else int(x, 16) for x in given] + [0, 0])[:3]
+        target, *sources = operands.split(", ")
+        a, b, c = ([state[x] if x in state else int(x, 16) for x in sources] + [0, 0])[:3]
         if operation == "mov.b32":
             state[target] = a
         elif operation == "xor.b32":

@@ -1,5 +1,5 @@
-"""The reference ops against their definitions, written out one token and one head at a time in
-float64."""
+"""The reference operators equal their definitions, which are computed here for one token and one head
+at a time in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parity
 B = 8
 OPS = ReferenceOps()
 
-# (tokens, first position) of each item: what precedes it is already in the cache.
+# (tokens, first position) of each item. The positions before are already in the cache.
 BATCHES = {
     "one prompt": [(13, 0)],
     "decoding": [(1, 30), (1, 0), (1, 7), (1, 8)],
@@ -41,8 +41,8 @@ def filled(
     slack: int = 0,
     block: int = B,
 ) -> tuple[ForwardBatch, Tensor]:
-    """A batch and one layer's kv [N, 2, Hk, B, D], a strided view, with K and V in every slot that
-    may be read."""
+    """Return a batch and one layer's kv [N, 2, Hk, B, D], a strided view, with K and V at every
+    position that may be read."""
     tables = scattered_tables([start + num + slack for num, start in items], block)
     config = ModelConfig("", 1, 1, 3, kv_heads, kv_heads, dim, 1, 1)
     kv = empty_kv(config, tables, block, device)[:, 1]
@@ -58,16 +58,16 @@ def filled(
 
 def definition(q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window: int) -> Tensor:
     out = torch.zeros_like(q, dtype=torch.float64)
-    share = q.shape[1] // kv.shape[2]
+    group_size = q.shape[1] // kv.shape[2]
     for item, span in enumerate(batch.spans):
         table = batch.block_table[item].tolist()
         for t in range(span.first, span.first + span.num):
             p = int(batch.positions[t])
             seen = range(max(0, p - window + 1) if window else 0, p + 1)
             # [seen, 2, Hk, D]
-            slots = torch.stack([kv[table[s // B], :, :, s % B] for s in seen]).double()
+            states = torch.stack([kv[table[s // B], :, :, s % B] for s in seen]).double()
             for h in range(q.shape[1]):
-                k, v = slots[:, 0, h // share], slots[:, 1, h // share]
+                k, v = states[:, 0, h // group_size], states[:, 1, h // group_size]
                 out[t, h] = torch.softmax(k @ q[t, h].double() * scale, 0) @ v
     return out
 
@@ -80,7 +80,8 @@ def definition(q: Tensor, kv: Tensor, batch: ForwardBatch, scale: float, window:
 def test_attention(
     name: str, heads: int, kv_heads: int, dim: int, slack: int, window: int, device: str
 ) -> None:
-    """Slots past a sequence hold NaN, the host's lengths are off by `slack`, and neither shows."""
+    """Positions after the end of a sequence hold NaN, and the lengths that the host knows are `slack`
+    too large. Neither changes the result."""
     batch, kv = filled(BATCHES[name], kv_heads, dim, device, slack)
     q = draw(len(batch.ids), heads, dim).to(device)
     got = OPS.attention(q, kv, batch, 0.3, window)
@@ -90,7 +91,7 @@ def test_attention(
 
 
 def test_one_batch_serves_layers_with_and_without_window(device: str) -> None:
-    """What is kept in batch.scratch for one layer is not mistaken for another's."""
+    """Values in batch.scratch for a layer with one window are not used for another window."""
     batch, kv = filled(BATCHES["mixed"], 2, 16, device)
     q = draw(len(batch.ids), 4, 16).to(device)
     for window in (0, 5, 3, 0, 5):
@@ -100,12 +101,12 @@ def test_one_batch_serves_layers_with_and_without_window(device: str) -> None:
         )
 
 
-def test_rope_and_cache_writes_its_slots_and_no_other(device: str) -> None:
+def test_rope_and_cache_writes_its_positions_and_no_others(device: str) -> None:
     heads, kv_heads, dim = 4, 2, 16
     batch, kv = filled(BATCHES["mixed"], kv_heads, dim, device)
     before, tokens = kv.clone(), len(batch.ids)
     qkv = draw(tokens, (heads + 2 * kv_heads) * dim).to(device)
-    kept = qkv.clone()
+    original_qkv = qkv.clone()
     q_norm, k_norm = draw(dim, seed=1).to(device), draw(dim, seed=2).to(device)
     angles = torch.rand(40, dim // 2, generator=torch.Generator().manual_seed(3)).to(device)
     got = OPS.rope_and_cache(
@@ -131,7 +132,7 @@ def test_rope_and_cache_writes_its_slots_and_no_other(device: str) -> None:
             torch.testing.assert_close(kv[block, 1, h, offset], parts[t, heads + kv_heads + h])
         before[block, :, :, offset] = kv[block, :, :, offset]
     torch.testing.assert_close(kv, before, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(qkv, kept), "the input is not scratch space"
+    assert torch.equal(qkv, original_qkv), "the input is not scratch space"
 
 
 def test_rope_and_cache_without_rotation_or_norms(device: str) -> None:
@@ -145,7 +146,7 @@ def test_rope_and_cache_without_rotation_or_norms(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_compute_in_float32(dtype: torch.dtype, device: str) -> None:
-    """There is one rounding, at the end: the last bit of a bfloat16 is right but for ties."""
+    """There is one rounding, at the end, so the last bit of a bfloat16 is right except for ties."""
     x, residual = (draw(40, 64, seed=s).mul(300).to(device, dtype) for s in (0, 1))
     w, b = draw(64, seed=2).to(device), draw(64, seed=3).to(device)
 

@@ -15,7 +15,11 @@ from tests.ops.test_reference import BATCHES, draw, filled
 
 pytest.importorskip("triton")
 from octavo.ops.triton import TritonOps, attention_kernels
-from octavo.ops.triton.attention_kernels import BESIDE, FEW, LONG
+from octavo.ops.triton.attention_kernels import (
+    OVERLAP_MIN_SEQUENCES,
+    SPLIT_MAX_TOKENS,
+    SPLIT_MIN_CONTEXT,
+)
 from octavo.runner.batch_slots import max_distance
 
 pytestmark = pytest.mark.parity
@@ -24,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32
 
 
 def close(got: Tensor, want: Tensor) -> None:
-    """To float32's rounding, or to two units of bfloat16's last place."""
+    """Compare up to the rounding of float32, or two units in the last place of bfloat16."""
     tolerance = (
         dict(atol=1e-5, rtol=1e-5) if got.dtype == torch.float32 else dict(atol=2e-2, rtol=1.6e-2)
     )
@@ -56,7 +60,7 @@ def test_attention(
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("block", [8, 64])
 def test_attention_in_long_sequences(block: int, window: int) -> None:
-    """Several tiles, several splits, a prompt's tail after a long past, decoding rows beside it."""
+    """Several tiles and splits, the last chunk of a long prompt, and decoding rows beside it."""
     batch, kv = filled([(1, 299), (1, 0), (1, 128), (70, 130), (40, 0)], 1, 16, DEVICE, block=block)
     q = random(len(batch.ids), 2, 16)
     close(
@@ -66,7 +70,7 @@ def test_attention_in_long_sequences(block: int, window: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 300])
 def test_only_long_sequences_of_many_are_split(window: int) -> None:
-    """Each sequence has as many splits as its length deserves; most have one."""
+    """The number of splits follows from the length of a sequence. Most sequences have one."""
     lengths = [700, 3, 255, 511, 512, 1, 600, *range(1, 26)]
     batch, kv = filled([(1, length - 1) for length in lengths], 4, 16, DEVICE, block=64)
     q = random(len(batch.ids), 4, 16)
@@ -78,7 +82,11 @@ def test_only_long_sequences_of_many_are_split(window: int) -> None:
 @pytest.mark.parametrize("window", [0, 20])
 def test_many_rows_decode_beside_prompts(window: int) -> None:
     batch, kv = filled(
-        [(1, 3 * i % 50) for i in range(BESIDE + 3)] + [(70, 30), (9, 0)], 1, 16, DEVICE, block=16
+        [(1, 3 * i % 50) for i in range(OVERLAP_MIN_SEQUENCES + 3)] + [(70, 30), (9, 0)],
+        1,
+        16,
+        DEVICE,
+        block=16,
     )
     q = random(len(batch.ids), 2, 16)
     close(
@@ -87,18 +95,22 @@ def test_many_rows_decode_beside_prompts(window: int) -> None:
 
 
 @pytest.mark.gpu
-def test_what_starts_early_sees_what_was_written_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding beside prompts, on keys that the kernel before them writes: the same bits as one
-    after the other."""
+def test_decode_that_starts_early_sees_the_keys_of_the_kernel_before_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decode beside prefill reads keys that the kernel before both writes. The bits are those of
+    kernels that run one after the other."""
     spans = [(1, 211 * i % 1500) for i in range(100)] + [(130, 700), (60, 0)]
     batch, kv = filled(spans, 8, 128, DEVICE, block=64)
     kv, cos_sin = kv.to(torch.bfloat16), random(2048, 2, 64)
     qkv = random(12, len(batch.ids), 48 * 128, dtype=torch.bfloat16)
 
     def layers() -> list[Tensor]:
-        own = kv.clone()
+        layer_kv = kv.clone()
         return [
-            TRITON.attention(TRITON.rope_and_cache(each, own, batch, cos_sin), own, batch, 0.1)
+            TRITON.attention(
+                TRITON.rope_and_cache(each, layer_kv, batch, cos_sin), layer_kv, batch, 0.1
+            )
             for each in qkv.clone()
         ]
 
@@ -124,14 +136,14 @@ def test_what_starts_early_sees_what_was_written_before(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "spans", [[(20, 1030)], [(20, 1780)], [(1, 1100), (1, 3), (20, 700), (3, 0), (12, 64)]]
 )
-def test_a_few_tokens_behind_a_long_context_are_split(
+def test_attention_of_a_few_tokens_to_a_long_context_is_split(
     spans: list[tuple[int, int]], window: int
 ) -> None:
-    """Parts that no token of a row lies in, or none of a whole sequence, count for nothing."""
+    """Splits in which a row, or a whole sequence, sees no key do not change the result."""
     batch, kv = filled(spans, 1, 16, DEVICE, block=64)
-    assert batch.block_table.shape[1] * 64 >= LONG
+    assert batch.block_table.shape[1] * 64 >= SPLIT_MIN_CONTEXT
     q = random(len(batch.ids), 2, 16)
-    assert len(q) <= FEW
+    assert len(q) <= SPLIT_MAX_TOKENS
     close(
         TRITON.attention(q, kv, batch, 0.3, window), REFERENCE.attention(q, kv, batch, 0.3, window)
     )
@@ -144,13 +156,13 @@ def test_norms(hidden: int, dtype: torch.dtype) -> None:
     weight = weight[0].float()
     close(TRITON.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
     close(TRITON.rms_norm(x, weight, 1e-5, add), REFERENCE.rms_norm(x, weight, 1e-5, add))
-    bias, twins = weight.flip(0), (x.clone(), x.clone())
+    bias, hidden_copies = weight.flip(0), (x.clone(), x.clone())
     close(TRITON.layer_norm(x, weight, bias, 1e-5), REFERENCE.layer_norm(x, weight, bias, 1e-5))
     close(
-        TRITON.layer_norm(twins[0], weight, bias, 1e-5, add),
-        REFERENCE.layer_norm(twins[1], weight, bias, 1e-5, add),
+        TRITON.layer_norm(hidden_copies[0], weight, bias, 1e-5, add),
+        REFERENCE.layer_norm(hidden_copies[1], weight, bias, 1e-5, add),
     )
-    assert torch.equal(*twins) and not torch.equal(twins[0], x)
+    assert torch.equal(*hidden_copies) and not torch.equal(hidden_copies[0], x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -192,7 +204,7 @@ def test_rope_and_cache(
     ("inputs", "outputs"), [(64, 48), (100, 33), (1024, 16), (576, 70), (2048, 6)]
 )
 def test_linear(inputs: int, outputs: int, rows: int, bias: bool, dtype: torch.dtype) -> None:
-    """Alone and with something added."""
+    """Products with and without a residual."""
     x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, seed=1, dtype=dtype) / 8
     b = random(outputs, seed=2, dtype=dtype) if bias else None
     add = random(rows, outputs, seed=3, dtype=dtype)
@@ -223,8 +235,8 @@ def unfiltered(
 
 @pytest.mark.parametrize("vocab", [50, 1024, 9001])
 def test_choose(vocab: int) -> None:
-    """The same tokens as the reference: rows in any order, some greedy, some hot, seeds of 64 bits,
-    ties to the first."""
+    """Tokens are those of the reference, for slots in any order, several temperatures, seeds of 64
+    bits and equal logits."""
     logits = random(12, vocab) * 4
     logits[3, [5, 9]] = 100.0
     rows = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:12].to(
@@ -263,27 +275,32 @@ def test_choose_with_filters(vocab: int, dtype: torch.dtype) -> None:
 
 
 def test_choose_never_forbids_a_token() -> None:
-    """At this seed and position the hash of token 5 is among the 128 largest there are."""
+    """At this seed and position, the hash of token 5 is one of the 128 largest possible hashes."""
     logits = torch.full((1, 97), -torch.inf, device=DEVICE)
     logits[0, 5] = 0.0
     low, high, position = (
         torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in (54729777, 0, 3)
     )
-    rows, heat = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.ones(1, device=DEVICE)
+    rows, temperature = (
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        torch.ones(1, device=DEVICE),
+    )
     for ops in (TRITON, REFERENCE):
-        sampling = unfiltered(heat, low, high)
+        sampling = unfiltered(temperature, low, high)
         assert ops.choose(logits, rows, position, sampling).tolist() == [5]
 
 
-@pytest.mark.parametrize("heat", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("vocab", [97, 5000])
-def test_choose_returns_minus_one_for_rows_that_are_not_finite(vocab: int, heat: float) -> None:
+def test_choose_returns_minus_one_for_rows_that_are_not_finite(
+    vocab: int, temperature: float
+) -> None:
     logits = random(5, vocab)
     logits[0], logits[1], logits[2, 7], logits[3, 90] = -torch.inf, torch.nan, torch.inf, torch.nan
     rows = torch.arange(5, dtype=torch.int32, device=DEVICE)
     zeros = torch.zeros(5, dtype=torch.int32, device=DEVICE)
     for ops in (TRITON, REFERENCE, select("cpu")) if DEVICE == "cpu" else (TRITON, REFERENCE):
-        sampling = unfiltered(torch.full((5,), heat, device=DEVICE), zeros, zeros)
+        sampling = unfiltered(torch.full((5,), temperature, device=DEVICE), zeros, zeros)
         got = ops.choose(logits, rows, zeros, sampling).tolist()
         assert got[:4] == [-1] * 4 and 0 <= got[4] < vocab
 

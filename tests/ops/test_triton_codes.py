@@ -1,5 +1,4 @@
-"""The instructions that take codes apart, run by a small interpreter of PTX: for every possible
-code, what a code is."""
+"""The PTX that converts the codes of weights, run by a small interpreter of PTX for every code."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ SHAPES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 
 
 def as_bits(value: Tensor) -> int:
-    """Up to 32 bits of numbers as one integer, the first lowest."""
+    """Return the bits of a few numbers as one integer, with the first number in the lowest bits."""
     return int.from_bytes(bytes(value.contiguous().view(torch.uint8).tolist()), "little")
 
 
@@ -38,7 +37,7 @@ def arithmetic(name: str, dtype: torch.dtype) -> Callable[..., int]:
 
 
 def e4m3(bits: int) -> int:
-    """Two of them -> two float16."""
+    """Convert two e4m3 numbers to two float16."""
     return as_bits(as_numbers(bits & 0xFFFF, torch.float8_e4m3fn)[:2].half())
 
 
@@ -67,7 +66,7 @@ def lop3(a: int, b: int, c: int, table: int) -> int:
 
 
 def run(text: str, outputs: int, value: int) -> list[int]:
-    """The outputs' bits. Registers $0 .. are outputs, the one after them is the input."""
+    """Return the bits of the outputs. Registers $0, $1 ... are outputs, and the next one is the input."""
     registers: dict[str, int] = {f"${outputs}": value}
 
     def read(operand: str) -> int:
@@ -81,7 +80,7 @@ def run(text: str, outputs: int, value: int) -> list[int]:
             continue
         operands = re.findall(r"\{[^}]*\}|[\w$]+", words[1])
         target, *sources = operands
-        if target.startswith("{"):  # one register into two halves
+        if target.startswith("{"):  # A register is divided into its halves.
             low, high = re.findall(r"\w+", target)
             registers[low], registers[high] = read(sources[0]) & 0xFFFF, read(sources[0]) >> 16
             continue
@@ -90,7 +89,7 @@ def run(text: str, outputs: int, value: int) -> list[int]:
     return [registers[f"${i}"] for i in range(outputs)]
 
 
-def written_early(text: str, outputs: int) -> bool:
+def is_written_early(text: str, outputs: int) -> bool:
     """Whether an output is written before the input is read for the last time."""
     lines = [line.strip() for line in re.split(r"[;\n]", text) if "$" in line]
     last = max(i for i, line in enumerate(lines) if f"${outputs}" in line.split(",", 1)[1])
@@ -119,7 +118,7 @@ def test_nibbles(text: weight_codes.tl.constexpr, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype", "meaning"),
+    ("text", "dtype", "value_of"),
     [
         (weight_codes.BYTES, torch.bfloat16, signed),
         (weight_codes.BYTES_F16, torch.float16, signed),
@@ -128,14 +127,14 @@ def test_nibbles(text: weight_codes.tl.constexpr, dtype: torch.dtype) -> None:
     ],
 )
 def test_bytes(
-    text: weight_codes.tl.constexpr, dtype: torch.dtype, meaning: Callable[[int], float]
+    text: weight_codes.tl.constexpr, dtype: torch.dtype, value_of: Callable[[int], float]
 ) -> None:
     for byte in range(256):
-        if byte & 127 == 127 and meaning is of_e4m3:  # not a number
+        if byte & 127 == 127 and value_of is of_e4m3:  # NaN
             continue
         first, second = run(text.value, 2, byte | 1 << 8 | 2 << 16 | byte << 24)
-        assert as_numbers(first, dtype).tolist() == [meaning(byte), meaning(2)]
-        assert as_numbers(second, dtype).tolist() == [meaning(1), meaning(byte)]
+        assert as_numbers(first, dtype).tolist() == [value_of(byte), value_of(2)]
+        assert as_numbers(second, dtype).tolist() == [value_of(1), value_of(byte)]
 
 
 def test_nibbles_as_float32() -> None:
@@ -146,15 +145,17 @@ def test_nibbles_as_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "meaning"), [(weight_codes.BYTES_FLOATS, signed), (weight_codes.E4M3_FLOATS, of_e4m3)]
+    ("text", "value_of"), [(weight_codes.BYTES_FLOATS, signed), (weight_codes.E4M3_FLOATS, of_e4m3)]
 )
-def test_bytes_as_float32(text: weight_codes.tl.constexpr, meaning: Callable[[int], float]) -> None:
+def test_bytes_as_float32(
+    text: weight_codes.tl.constexpr, value_of: Callable[[int], float]
+) -> None:
     for byte in range(256):
-        if byte & 127 == 127 and meaning is of_e4m3:
+        if byte & 127 == 127 and value_of is of_e4m3:
             continue
         parts = run(text.value, 4, byte | 1 << 8 | 2 << 16 | byte << 24)
         assert [float(as_numbers(p, torch.float32)) for p in parts] == [
-            meaning(b) for b in (byte, 2, 1, byte)
+            value_of(b) for b in (byte, 2, 1, byte)
         ]
 
 
@@ -164,5 +165,5 @@ def test_no_output_is_written_while_the_input_is_needed() -> None:
         (weight_codes.NIBBLES, 4), (weight_codes.NIBBLES_F16, 4), (weight_codes.BYTES_F16, 2), (weight_codes.E4M3, 2), (weight_codes.E4M3_F16, 2),
         (weight_codes.BYTES_FLOATS, 4), (weight_codes.E4M3_FLOATS, 4), (weight_codes.BYTES, 2),
     ):  # fmt: skip
-        assert not written_early(text.value, outputs)
-    assert written_early(weight_codes.NIBBLES_FLOATS.value, 8)
+        assert not is_written_early(text.value, outputs)
+    assert is_written_early(weight_codes.NIBBLES_FLOATS.value, 8)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from octavo.ops import ForwardBatch, SamplingColumns
 from octavo.ops.cpu.cpu_decoder import (
-    KINDS,
+    STORAGE_NAMES,
     FusedDecoder,
     attention_record,
     cache_record,
-    fits,
     scratch_bytes,
+    supports,
     write_float,
 )
 from octavo.ops.cpu.cpu_draft_head import CpuDraftHead
@@ -39,7 +39,7 @@ from octavo.ops.fused_spec import (
     StepSpec,
 )
 from octavo.ops.kv import KV, LARGEST
-from octavo.ops.reference import ReferenceOps, gathered, noise_key, rows_of
+from octavo.ops.reference import ReferenceOps, gather_blocks, noise_key, rows_of
 from octavo.ops.weight import QuantWeight
 
 # oneDNN packs a weight for a number of rows. Of 1, 4, 8, 16 and 32, 4 was fastest at 1 to 64 rows
@@ -140,24 +140,32 @@ class CpuOps(ReferenceOps):
             return super().attention(query, kv_cache, batch, scale, window)
         lanes = pool.kernels.LANES
         head_dim = kv_cache.shape[-1]
-        if query.dtype == torch.float32 and kv_cache.dtype in KINDS and head_dim % lanes == 0:
+        if (
+            query.dtype == torch.float32
+            and kv_cache.dtype in STORAGE_NAMES
+            and head_dim % lanes == 0
+        ):
             return paged_attention(pool, query.contiguous(), kv_cache, batch, scale, window)
         if not self.packed:
             return super().attention(query, kv_cache, batch, scale, window)
         padding = (0, -head_dim % lanes)
-        padded_cache, batch = padded_pages(kv_cache, batch, padding)
+        padded_cache, batch = padded_blocks(kv_cache, batch, padding)
         queries = F.pad(query.float(), padding).contiguous()
         output = paged_attention(pool, queries, padded_cache, batch, scale, window)
         return output[..., :head_dim].to(query.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return activated(gate_up, gelu=False) if self.packed else super().silu_mul(gate_up)
+        return apply_activation(gate_up, gelu=False) if self.packed else super().silu_mul(gate_up)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return activated(gate_up, gelu=True) if self.packed else super().gelu_mul(gate_up)
+        return apply_activation(gate_up, gelu=True) if self.packed else super().gelu_mul(gate_up)
 
     def gelu(self, hidden: Tensor) -> Tensor:
-        return activated(hidden, gelu=True, gated=False) if self.packed else super().gelu(hidden)
+        return (
+            apply_activation(hidden, gelu=True, gated=False)
+            if self.packed
+            else super().gelu(hidden)
+        )
 
     def shift(self, kv_cache: Tensor, blocks: Tensor, distance: int, cos_sin: Tensor) -> None:
         pool = thread_pool() if kv_cache.dtype in (torch.float32, torch.float16) else None
@@ -191,7 +199,7 @@ class CpuOps(ReferenceOps):
         pool = thread_pool() if isinstance(decoder.layers[0].qkv, CpuWeight) else None
         return (
             FusedDecoder(decoder, pool)
-            if pool is not None and fits(decoder, pool.kernels.LANES)
+            if pool is not None and supports(decoder, pool.kernels.LANES)
             else None
         )
 
@@ -283,7 +291,7 @@ def paged_attention(
     return output
 
 
-def padded_pages(
+def padded_blocks(
     kv_cache: KV, batch: ForwardBatch, padding: tuple[int, int]
 ) -> tuple[Tensor, ForwardBatch]:
     """Copy the blocks of a batch as float32, with heads padded with zeros to whole vectors.
@@ -295,7 +303,7 @@ def padded_pages(
     widths = [-(-span.end // block_size) for span in batch.spans]
     rows = batch.slots.tolist()
     blocks = [batch.block_table[row, :width] for row, width in zip(rows, widths, strict=True)]
-    blocks_read = F.pad(gathered(kv_cache, torch.cat(blocks)).float(), padding)
+    blocks_read = F.pad(gather_blocks(kv_cache, torch.cat(blocks)).float(), padding)
     block_table = torch.zeros(len(rows), max(widths), dtype=torch.int32)
     first_block = 0
     for index, width in enumerate(widths):
@@ -307,7 +315,7 @@ def padded_pages(
     return blocks_read, replace(batch, block_table=block_table, slots=row_numbers)
 
 
-def activated(values: Tensor, gelu: bool, gated: bool = True) -> Tensor:
+def apply_activation(values: Tensor, gelu: bool, gated: bool = True) -> Tensor:
     """values [T, 2 * inter] -> act(gate) * up [T, inter]; not gated: [T, inter] -> act(values)"""
     pool = _pool()
     kernels = pool.kernels

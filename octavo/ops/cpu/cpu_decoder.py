@@ -27,7 +27,7 @@ def write_float(record: Record, field: int, value: float) -> None:
     record[field : field + 1].view(np.float32)[0] = value
 
 
-def fits(spec: DecoderSpec, lanes: int) -> bool:
+def supports(spec: DecoderSpec, lanes: int) -> bool:
     """Whether the kernels can compute this decoder."""
     packed = all(
         isinstance(weight, CpuWeight)
@@ -58,7 +58,12 @@ def scratch_bytes(lanes: int, tile: int, widest: int) -> int:
 # example two threads with 3 key heads.
 MIN_TASKS_PER_THREAD = 8
 # The names of storage formats in jit/llvm_intrinsics.py.
-KINDS = {torch.float32: "F32", torch.float16: "F16", torch.int8: "I8", torch.float8_e4m3fn: "F8"}
+STORAGE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8",
+}
 
 
 def cache_record(pool: ThreadPool, kv_cache: KV) -> Record:
@@ -77,7 +82,7 @@ def cache_record(pool: ThreadPool, kv_cache: KV) -> Record:
     stored = kv_cache.codes if isinstance(kv_cache, QuantKV) else kv_cache
     record[fields.KV_CACHE] = stored.data_ptr()
     record[fields.BLOCK_STRIDE] = stored.stride(0) * stored.element_size()
-    record[fields.STORAGE] = getattr(fields, KINDS[kv_cache.dtype])
+    record[fields.STORAGE] = getattr(fields, STORAGE_NAMES[kv_cache.dtype])
     if isinstance(kv_cache, QuantKV):
         record[fields.SCALES] = kv_cache.scales.data_ptr()
         record[fields.SCALES_STRIDE] = kv_cache.scales.stride(0) * kv_cache.scales.element_size()
@@ -143,7 +148,9 @@ def split_context(pool: ThreadPool, record: Record, max_len: int) -> None:
         record[fields.PARTS_DONE] = record.ctypes.data + 8 * fields.NUM_FIELDS
 
 
-def numbered(batch: ForwardBatch, watched: Watched, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+def index_watched(
+    batch: ForwardBatch, watched: Watched, num_kv_heads: int
+) -> tuple[Tensor, Tensor]:
     """Return the `watched` argument of attention_record().
 
     Each key head has its own sums, so that threads do not share them.
@@ -223,7 +230,9 @@ class FusedDecoder:
         num_rows = len(hidden) if batch.last is None else len(batch.logit_indices)
         output = torch.empty(num_rows, self.hidden)
         watched = (
-            None if batch.watched is None else numbered(batch, batch.watched, spec.num_kv_heads)
+            None
+            if batch.watched is None
+            else index_watched(batch, batch.watched, spec.num_kv_heads)
         )
         kernels = self.pool.kernels
         with self.pool.lock:
@@ -260,7 +269,7 @@ class FusedDecoder:
         job[kernels.BATCH] = record.ctypes.data
         job[kernels.LAST_NORM] = spec.norm.data_ptr()
         job[kernels.POSITIONS] = batch.positions.data_ptr()
-        job[kernels.SLOTS] = batch.kv_indices.data_ptr()
+        job[kernels.KV_INDICES] = batch.kv_indices.data_ptr()
         job[kernels.LAST_ROWS] = address(last_rows)
         job[kernels.NUM_LAST_ROWS] = len(output)
         write_float(job, kernels.EPSILON, spec.norm_eps)

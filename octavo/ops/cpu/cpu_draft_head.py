@@ -26,7 +26,7 @@ class Chains(NamedTuple):
 
     hidden: Tensor  # [rows, hidden]
     output: Tensor  # [rows, hidden]
-    batch: ForwardBatch  # its positions, places and lengths are written by the kernel
+    batch: ForwardBatch  # the kernel writes its positions, KV indices and lengths
     attention: Record
     head: Record
     job: Record
@@ -121,16 +121,16 @@ class CpuDraftHead:
         kernels = self.pool.kernels
         hidden = torch.empty(num_rows, self.hidden)
         output = torch.empty(num_rows, self.hidden)
-        places = torch.empty(2, num_rows, dtype=torch.int64)
+        positions, kv_indices = torch.empty(2, num_rows, dtype=torch.int64).unbind()
         batch = ForwardBatch(
-            ids=places[0],
-            positions=places[0],
-            kv_indices=places[1],
+            ids=positions,  # unused
+            positions=positions,
+            kv_indices=kv_indices,
             query_start=torch.arange(num_rows + 1, dtype=torch.int32),
             seq_lens=torch.empty(num_rows, dtype=torch.int32),
             block_table=memory.block_table,
             slots=slots,
-            logit_indices=places[0],
+            logit_indices=positions,  # unused
             spans=[Span(index, 1, 1) for index in range(num_rows)],
         )
         attention = self._attention(batch, kv_cache)

@@ -46,8 +46,8 @@ def cpu_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    found = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(found.partition(":")[2].split())
+    flags_line = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags_line.partition(":")[2].split())
 
 
 def instruction_set() -> InstructionSet | str:

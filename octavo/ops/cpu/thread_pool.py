@@ -34,7 +34,7 @@ from octavo.ops.cpu.cpu_features import cache_directory, instruction_set
 log = logging.getLogger(__name__)
 
 SECONDS_UNTIL_NOTICE = 3.0  # how long a process waits silently for the compilation of another
-MOST_WAITING_SECONDS = 300.0  # then it compiles too: the other process may be suspended
+MAX_WAIT_SECONDS = 300.0  # then it compiles too: the other process may be suspended
 
 
 def writable(directory: Path) -> bool:
@@ -72,8 +72,8 @@ def compiled_mark(directory: Path) -> Path:
 
     numba caches by the path of the source, so every installation has its own file.
     """
-    place = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:16]
-    return directory / f"compiled-{place}"
+    installation = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:16]
+    return directory / f"compiled-{installation}"
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def compilation_lock(mark: Path) -> Iterator[None]:
     """
     with mark.with_name(f"{mark.name}.lock").open("w") as file:
         started = time.monotonic()
-        noticed = False
+        warned = False
         while not mark.exists():
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,16 +94,16 @@ def compilation_lock(mark: Path) -> Iterator[None]:
                 waited = time.monotonic() - started
             except OSError:  # This file system has no locks.
                 break
-            if waited > MOST_WAITING_SECONDS:
+            if waited > MAX_WAIT_SECONDS:
                 log.warning(
                     "another process still compiles the CPU kernels: this process compiles them too"
                 )
                 break
-            if waited > SECONDS_UNTIL_NOTICE and not noticed:
+            if waited > SECONDS_UNTIL_NOTICE and not warned:
                 log.warning(
                     "another process compiles the CPU kernels, and this process waits for it"
                 )
-                noticed = True
+                warned = True
             time.sleep(0.1)
         yield
 
@@ -132,7 +132,7 @@ def kernels() -> ModuleType | None:
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
     mark = compiled_mark(directory)
     # numba reads CACHE_DIR when a function is declared.
-    before = config.CACHE_DIR
+    previous_directory = config.CACHE_DIR
     config.CACHE_DIR = str(directory)
     try:
         lock = contextlib.nullcontext() if mark.exists() else compilation_lock(mark)
@@ -143,7 +143,7 @@ def kernels() -> ModuleType | None:
 
             mark.touch()
     finally:
-        config.CACHE_DIR = before
+        config.CACHE_DIR = previous_directory
     return run_jit
 
 

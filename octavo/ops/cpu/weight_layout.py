@@ -66,7 +66,7 @@ def _blocked_codes(weight: QuantWeight, lanes: int, group_size: int) -> Tensor:
     bits = weight.format.bits
     num_blocks = -(-num_outputs // lanes)
     padded_inputs = -(-num_inputs // group_size) * group_size
-    blocked = ARENA.take(num_blocks * lanes * padded_inputs * bits // 8).view(
+    blocked = ARENA.allocate(num_blocks * lanes * padded_inputs * bits // 8).view(
         num_blocks, padded_inputs // STRIP, bits, lanes, 4
     )
     # Only the codes of this many blocks are unpacked at a time.
@@ -91,4 +91,4 @@ def _blocked_info(info: Tensor, lanes: int) -> Tensor:
     padded = (
         F.pad(info, (0, 0, 0, -len(info) % lanes)).view(-1, lanes, info.shape[1]).transpose(1, 2)
     )
-    return ARENA.take(padded.nbytes).view(info.dtype).view(padded.shape).copy_(padded)
+    return ARENA.allocate(padded.nbytes).view(info.dtype).view(padded.shape).copy_(padded)

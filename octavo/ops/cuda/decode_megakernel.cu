@@ -154,17 +154,17 @@ __device__ __forceinline__ float sum_of_warp(float x) {
 // halves the values per lane.
 template <int N>
 __device__ __forceinline__ void sums_of_warp(float (&v)[N]) {
-    int apart = 16;
+    int lane_mask = 16;
 #pragma unroll
-    for (int n = N / 2; n; n /= 2, apart /= 2)
+    for (int n = N / 2; n; n /= 2, lane_mask /= 2)
 #pragma unroll
         for (int i = 0; i < n; i++) {
-            const bool later = threadIdx.x & apart;
-            const float given = later ? v[i] : v[i + n], held = later ? v[i + n] : v[i];
-            v[i] = held + __shfl_xor_sync(~0u, given, apart);
+            const bool is_upper = threadIdx.x & lane_mask;
+            const float sent = is_upper ? v[i] : v[i + n], kept = is_upper ? v[i + n] : v[i];
+            v[i] = kept + __shfl_xor_sync(~0u, sent, lane_mask);
         }
 #pragma unroll
-    for (; apart; apart /= 2) v[0] += __shfl_xor_sync(~0u, v[0], apart);
+    for (; lane_mask; lane_mask /= 2) v[0] += __shfl_xor_sync(~0u, v[0], lane_mask);
 }
 __device__ __forceinline__ float max_of_warp(float x) {
     for (int i = 16; i; i /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, i));
@@ -208,19 +208,19 @@ struct GridBarrier {
 
 struct Ring {
     u32 chunks, full, empty;  // addresses in shared memory
-    int at = 0;
+    int stage = 0;
     u32 parity = 0;
 
     __device__ __forceinline__ void next() {
-        if (++at == STAGES) {
-            at = 0;
+        if (++stage == STAGES) {
+            stage = 0;
             parity ^= 1;
         }
     }
 };
 
 // Iterates over all weight chunks that this multiprocessor needs, in order.
-struct TileIterator {
+struct ChunkIterator {
     int layers, layer = 0, phase = 0, unit = blockIdx.x, begin = 0,
                 column = 0;  // begin: first column of this pass
 
@@ -254,26 +254,26 @@ struct TileIterator {
 // waits at a grid barrier the limit is COPIES_AT_BARRIER.
 __device__ __forceinline__ void run_producer_warp(Ring ring, const Maps *maps, const Map *head,
                                                   int layers, volatile int *at_barrier) {
-    TileIterator tile_iterator{layers};
-    tile_iterator.skip_empty_units();
+    ChunkIterator chunk_iterator{layers};
+    chunk_iterator.skip_empty_units();
     if (VOCAB) prefetch_map(head);
-    for (int i = 0; !tile_iterator.done(); i++, tile_iterator.next(), ring.next()) {
-        if (i == 0 || (tile_iterator.phase == TO_OUT && tile_iterator.column == 0))
+    for (int i = 0; !chunk_iterator.done(); i++, chunk_iterator.next(), ring.next()) {
+        if (i == 0 || (chunk_iterator.phase == TO_OUT && chunk_iterator.column == 0))
             for (int j = 0; j < PHASES; j++)
-                prefetch_map(&maps[min(tile_iterator.layer + 1, layers - 1)].of[j]);
-        const u32 full = ring.full + ring.at * 8;
+                prefetch_map(&maps[min(chunk_iterator.layer + 1, layers - 1)].of[j]);
+        const u32 full = ring.full + ring.stage * 8;
         const int copies = COPIES_IN_FLIGHT > COPIES_AT_BARRIER && *at_barrier ? COPIES_AT_BARRIER
                                                                                : COPIES_IN_FLIGHT,
-                  before = ring.at - copies;
-        mbarrier_wait(ring.empty + ring.at * 8, ring.parity ^ 1);
+                  earlier = ring.stage - copies;
+        mbarrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
         if (i >= copies)
-            mbarrier_wait(ring.full + (before < 0 ? before + STAGES : before) * 8,
-                          before < 0 ? ring.parity ^ 1 : ring.parity);
+            mbarrier_wait(ring.full + (earlier < 0 ? earlier + STAGES : earlier) * 8,
+                          earlier < 0 ? ring.parity ^ 1 : ring.parity);
         mbarrier_expect<CHUNK>(full);
-        const Map *map = tile_iterator.phase == TO_HEAD
+        const Map *map = chunk_iterator.phase == TO_HEAD
                              ? head
-                             : &maps[tile_iterator.layer].of[tile_iterator.phase];
-        copy(ring.chunks + ring.at * CHUNK, map, tile_iterator.row(), tile_iterator.column, full);
+                             : &maps[chunk_iterator.layer].of[chunk_iterator.phase];
+        copy(ring.chunks + ring.stage * CHUNK, map, chunk_iterator.row(), chunk_iterator.column, full);
     }
 }
 
@@ -303,7 +303,7 @@ __device__ __forceinline__ void product(Ring &ring, int first_unit, int end, int
         float accumulators[4][4] = {};
 #pragma unroll 1
         for (int first = 0; first < END - BEGIN; first += COLUMNS) {
-            const u32 chunk = ring.chunks + ring.at * CHUNK + line * 128;
+            const u32 chunk = ring.chunks + ring.stage * CHUNK + line * 128;
             u32 activation_tiles[PIECES][4], weight_tiles[PIECES][4];
 #pragma unroll
             for (int j = 0; j < PIECES; j++) {
@@ -314,7 +314,7 @@ __device__ __forceinline__ void product(Ring &ring, int first_unit, int end, int
                                                            ((j % 2 * 4 + part) ^ line) * 16
                                                      : zeros);
             }
-            mbarrier_wait(ring.full + ring.at * 8, ring.parity);
+            mbarrier_wait(ring.full + ring.stage * 8, ring.parity);
 #pragma unroll
             for (int j = 0; j < PIECES; j++)
                 ldmatrix_x4(weight_tiles[j], chunk + (j / 2 * WARPS + warp) * 1024 +
@@ -327,7 +327,7 @@ __device__ __forceinline__ void product(Ring &ring, int first_unit, int end, int
                          activation_tiles[j][3], weight_tiles[j][2], weight_tiles[j][3]);
             }
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(ring.empty + ring.at * 8);
+            if (lane == 0) mbarrier_arrive(ring.empty + ring.stage * 8);
             ring.next();
         }
         if (lane / 4 >= ROWS) continue;
@@ -477,7 +477,7 @@ __device__ __forceinline__ char *swizzled(
     return activations + (octet / 8 * ROWS + row) * 128 + ((octet % 8) ^ (row % 8)) * 16;
 }
 
-// Loads columns BEGIN .. END - 1 of ALL.
+// Loads columns BEGIN .. END - 1 of the ALL columns of the activations.
 template <int ALL, int BEGIN, int END>
 __device__ __forceinline__ void load_activations(char *activations, const bf16 *source) {
     const int tid = permuted_thread(thread());
@@ -493,8 +493,8 @@ __device__ __forceinline__ void load_activations(char *activations, const bf16 *
     block_barrier();
 }
 
-// The same in two steps: the data is loaded into registers during another product and stored to
-// shared memory afterwards.
+// load_activations() in two steps: the data is loaded into registers during another product and
+// stored to shared memory afterwards.
 template <int ALL, int BEGIN, int END>
 struct DeferredLoad {
     static constexpr int N = ceil_div((END - BEGIN) * 8, THREADS);
@@ -531,7 +531,7 @@ struct AttentionTask {
     int row, head, begin, end;  // head: first query head
     bool newest;                // the last position is the token of this step
     const int *table;
-    u64 slot;                                      // where the new key is written
+    u64 new_key;                                   // the offset of the new key in the cache
     int key_block, value_block;                    // KV blocks of the first tile
     float cos[HEAD_DIM / 64], sin[HEAD_DIM / 64];  // for dimension lane + 32 i
 
@@ -546,8 +546,8 @@ struct AttentionTask {
         end = min(begin + part, length);
         newest = begin < end && end == length;
         table = batch.block_table + batch.table_rows[row] * batch.stride_table;
-        slot = batch.kv_indices[row] / BLOCK_SIZE * batch.stride_block +
-               batch.kv_indices[row] % BLOCK_SIZE * HEAD_DIM;
+        new_key = batch.kv_indices[row] / BLOCK_SIZE * batch.stride_block +
+                  batch.kv_indices[row] % BLOCK_SIZE * HEAD_DIM;
         lookup_blocks(begin);
         const float *angles = layer.angles + batch.positions[row] * HEAD_DIM + threadIdx.x % 32;
         for (int j = 0; j < HEAD_DIM / 64; j++) {
@@ -638,7 +638,7 @@ __device__ __forceinline__ void attend(const Batch &batch, const Layer &layer, b
     const bf16 *token_qkv = batch.qkv + task.row * QKV;
     const int key_head = task.head / GROUP_SIZE;
     const bool writes = task.newest && task.head % GROUP_SIZE == 0;
-    bf16 *target = kv + task.slot;
+    bf16 *target = kv + task.new_key;
     for (int i = warp; i < NUM_QUERIES + 2; i += WARPS) {
         if (i > NUM_QUERIES) {
             for (int d = lane; d < HEAD_DIM; d += 32) {
@@ -845,11 +845,11 @@ __device__ __forceinline__ void multiply_and_add(const Batch &batch, const Layer
     float *sums = (float *)(activations + activation_bytes(PHASE));
     load_activations<ALL, 0, IN_TWO_PARTS ? FIRST : ALL>(activations, source);
     if constexpr (FIRST < ALL) {
-        DeferredLoad<ALL, FIRST, ALL> rest;
-        if constexpr (IN_TWO_PARTS) rest.load(source);
+        DeferredLoad<ALL, FIRST, ALL> second_part;
+        if constexpr (IN_TWO_PARTS) second_part.load(source);
         product<0, FIRST>(ring, 0, units_of(PHASE), units_held(PHASE), shared(activations), zeros,
                           sums);
-        if constexpr (IN_TWO_PARTS) rest.store(activations);
+        if constexpr (IN_TWO_PARTS) second_part.store(activations);
         product<FIRST, ALL>(ring, 0, units_of(PHASE), units_held(PHASE),
                             shared(activations) + (IN_TWO_PARTS ? 0 : FIRST * ROWS * 128), zeros,
                             sums);

@@ -1,8 +1,9 @@
 """The decode megakernel: a decode step of up to eight rows as one kernel, decode_megakernel.cu.
 
 With few rows a decode step is bound by reading weights, and weights can be read at any time because
-they depend on nothing. Separate kernels cannot use this freedom: a layer is nine kernels, each
-starts when the previous one has ended, and memory is idle for microseconds between two products.
+they do not depend on other kernels. Separate kernels cannot use this freedom: a layer is nine
+kernels, each starts when the previous one has ended, and memory is idle for microseconds between
+two products.
 One persistent kernel on all multiprocessors lets a producer warp read up to 190 KB ahead while the
 other warps compute and wait for each other.
 """
@@ -41,9 +42,9 @@ WARPS = 8  # warps that compute, besides the producer warp
 CHUNK = 16384
 COLUMNS = 16
 MIN_STAGES = 4  # with fewer chunks the ring does not help
-# Copies in flight, and while the block waits at a grid barrier, for small and large layers. More
-# copies would not arrive sooner, and the loads of the other warps would queue behind them. A layer
-# is large if reading its weights takes longer than the other warps wait.
+# The most copies in flight, in general and while the block waits at a grid barrier, for small and
+# for large layers. More copies would not arrive sooner, and the loads of the other warps would
+# queue behind them. A layer is large if reading its weights takes longer than the other warps wait.
 COPIES_IN_FLIGHT = (3, 4)
 COPIES_AT_BARRIER = (1, 2)
 LARGE_LAYER_BYTES = 2**28
@@ -340,8 +341,8 @@ def shared_memory_layout(
 ) -> tuple[int, int, int]:
     """Return the number of chunks in the ring, the bytes of shared memory, and the number of parts.
 
-    Parts are those in which the activations of W_down are loaded. There are two if the ring then
-    holds more chunks. decode_megakernel.cu divides the memory in the same way.
+    The activations of W_down are loaded in one part, or in two if the ring then holds more chunks.
+    decode_megakernel.cu divides the memory in the same way.
     """
     layer = spec.layers[0]
     group_size = heads_per_block(spec)
@@ -355,7 +356,7 @@ def shared_memory_layout(
     chunks_per_unit = -(-layer.down.shape[1] // 64 // COLUMNS)
     split = min(-(-2 * chunks_per_unit // 3) * COLUMNS * 64, layer.down.shape[1])
 
-    def holds(max_inputs: int) -> tuple[int, int]:
+    def stages_and_bytes(max_inputs: int) -> tuple[int, int]:
         """Return stages and bytes if at most this many inputs of W_down are loaded at a time."""
         weights_and_inputs = (
             (layer.qkv, 0),
@@ -364,17 +365,17 @@ def shared_memory_layout(
             (layer.down, max_inputs),
         )
         products = (
-            # These are the bytes of activations and of partial sums.
+            # The bytes of the activations, plus those of the partial sums.
             num_rows * (num_inputs or weight.shape[1]) * 2
             + WARPS * -(-weight.shape[0] // 8 // num_blocks) * num_rows * 32
             for weight, num_inputs in weights_and_inputs
         )
-        other = max(*products, attention_bytes) + 1024  # barriers
-        stages = min(32, (shared_bytes - other) // CHUNK)
-        return stages, stages * CHUNK + other
+        other_bytes = max(*products, attention_bytes) + 1024  # 1024: barriers
+        stages = min(32, (shared_bytes - other_bytes) // CHUNK)
+        return stages, stages * CHUNK + other_bytes
 
-    one_part = holds(layer.down.shape[1])
-    two_parts = holds(split)
+    one_part = stages_and_bytes(layer.down.shape[1])
+    two_parts = stages_and_bytes(split)
     return (*two_parts, 2) if two_parts[0] > one_part[0] else (*one_part, 1)
 
 
@@ -387,9 +388,9 @@ def constants_of(
     num_parts: int,
     num_blocks: int,
 ) -> dict[str, int]:
-    """The compile-time constants of decode_megakernel.cu."""
+    """Return the compile-time constants of decode_megakernel.cu."""
     layer = spec.layers[0]
-    large = (
+    is_large = (
         sum(weight.numel() for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)) * 2
         > LARGE_LAYER_BYTES
     )
@@ -407,8 +408,8 @@ def constants_of(
         "STAGES": stages,
         "SHARED": shared_bytes,
         "PARTS": num_parts,
-        "COPIES_IN_FLIGHT": min(COPIES_IN_FLIGHT[large], stages - 1),
-        "COPIES_AT_BARRIER": min(COPIES_AT_BARRIER[large], stages - 1),
+        "COPIES_IN_FLIGHT": min(COPIES_IN_FLIGHT[is_large], stages - 1),
+        "COPIES_AT_BARRIER": min(COPIES_AT_BARRIER[is_large], stages - 1),
         "HEADS_PER_BLOCK": heads_per_block(spec),
         "GELU": int(spec.gelu),
         "QK_NORM": int(layer.q_norm is not None),
@@ -420,7 +421,7 @@ def constants_of(
 
 
 def layer_descriptor(layer: DecoderLayer) -> list[int]:
-    """The struct Layer of decode_megakernel.cu as integers."""
+    """Return the struct Layer of decode_megakernel.cu as integers."""
     tensors: list[Any] = [
         layer.attn_norm,
         layer.mlp_norm,

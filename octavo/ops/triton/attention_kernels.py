@@ -6,8 +6,8 @@ and in base 2. For compressed KV (octavo.ops.kv) they multiply the codes: the sc
 into its score, the scale of a value into its probability.
 
     decode    One program for each (sequence, key head, split). The kernel is bound by reading KV,
-              so splits only serve to occupy every multiprocessor. A sequence is divided into as
-              many splits as its length deserves, which only the device knows. A second kernel
+              so splits only serve to occupy every multiprocessor. The number of splits of a
+              sequence follows from its length, which only the device knows. A second kernel
               joins the partial results of several splits (flash decoding).
     prefill   One program for each (tile of query tokens, key head), the longest context first. The
               kernel is bound by matrix products. A few tokens after a long context, as after a
@@ -31,7 +31,7 @@ from octavo.ops import ForwardBatch
 from octavo.ops.kv import KV, LARGEST, QuantKV
 from octavo.ops.triton import kv_codes, shared_prefixes
 from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inputs
-from octavo.ops.triton.fused_kernels import arguments
+from octavo.ops.triton.fused_kernels import kv_arguments
 from octavo.ops.triton.shared_prefixes import PrefixTiles
 
 LOG2E = 1.4426950408889634
@@ -44,21 +44,23 @@ if torch.cuda.is_available():
     )
 # These arguments begin at any offset of an upload. Specialising on their alignment would compile
 # another kernel while requests are served.
-LISTS = ["table_rows_ptr", "query_start_ptr", "seq_lens_ptr"]
+UNALIGNED_ARGUMENTS = ["table_rows_ptr", "query_start_ptr", "seq_lens_ptr"]
 # The number of programs that keeps an H200 evenly busy with sequences of different lengths.
 PROGRAMS = 8 * 132
-# The least number of tiles that a split of a decoding sequence has if OCCUPYING programs exist
-# without splits, and fewer with fewer programs. A split costs more than reading a tile or two.
+# The least number of tiles in a split of a decoding sequence, because a split costs more than
+# reading a tile or two. If there are fewer than OCCUPYING_PROGRAMS programs without splits, the
+# number is smaller in proportion.
 MIN_TILES = 4
-OCCUPYING = 128
-# The least number of decoding sequences that run beside prefill. For fewer sequences the number of
-# splits varies, and each number would compile another kernel.
-BESIDE = 32
-# Prefill of at most FEW tokens with a context of LONG or more positions is split. The number of
-# splits is fixed, so that only one more kernel is compiled.
-FEW = 64
-LONG = 1024
-SPLITS = 8
+OCCUPYING_PROGRAMS = 128
+# Decode runs beside prefill if a step has at least this many decoding sequences. With fewer
+# sequences the number of splits varies, and each number would compile another kernel.
+OVERLAP_MIN_SEQUENCES = 32
+# Prefill is split if a step has at most SPLIT_MAX_TOKENS tokens of prompts, and contexts may have
+# SPLIT_MIN_CONTEXT or more positions. The number of splits is fixed, so that only one more kernel
+# is compiled.
+SPLIT_MAX_TOKENS = 64
+SPLIT_MIN_CONTEXT = 1024
+PREFILL_SPLITS = 8
 # Rows of a tile of prefix_kernel, the least number of tiles of keys in a split, and the number of
 # programs that occupies the device.
 PREFIX_ROWS = 64
@@ -71,7 +73,7 @@ PREFIX_BYTES = 75e6
 # The least number of decoding sequences among which shared prefixes are searched.
 PREFIX_SEQUENCES = 8
 # The constants that join_kernel shares with the kernel before it.
-JOINED = ("NUM_HEADS", "HEAD_DIM", "HEAD_DIM_PADDED", "TILE_KEYS", "MIN_TILES", "WINDOW")
+JOIN_CONSTANTS = ("NUM_HEADS", "HEAD_DIM", "HEAD_DIM_PADDED", "TILE_KEYS", "MIN_TILES", "WINDOW")
 
 
 class PrefixParts(NamedTuple):
@@ -91,7 +93,7 @@ WITHOUT_PREFIXES = PrefixParts()
 
 
 @triton.jit
-def _weigh(
+def _online_softmax(
     score,
     softmax_scale,
     column_scale,
@@ -207,7 +209,7 @@ def _attend(
                 other=0.0,
             )
         if LARGEST_CODE > 0:
-            key_scale, value_scale = _scales(
+            key_scale, value_scale = _load_scales(
                 key_scale_ptr,
                 value_scale_ptr,
                 block_table_ptr,
@@ -218,9 +220,9 @@ def _attend(
                 TILE_KEYS,
                 MASKED,
             )
-            score = tl.dot(queries, kv_codes.numbers(key, queries.dtype), input_precision=PRECISION)
+            score = tl.dot(queries, kv_codes.convert(key, queries.dtype), input_precision=PRECISION)
             score *= key_scale[None, :]
-            probabilities, rescale, running_max, running_sum = _weigh(
+            probabilities, rescale, running_max, running_sum = _online_softmax(
                 score,
                 softmax_scale,
                 softmax_scale[:, None],
@@ -237,13 +239,13 @@ def _attend(
             )
             accumulator = tl.dot(
                 probabilities,
-                kv_codes.numbers(value, queries.dtype),
+                kv_codes.convert(value, queries.dtype),
                 accumulator * rescale[:, None],
                 input_precision=PRECISION,
             )
         else:
             score = tl.dot(queries, key, input_precision=PRECISION)
-            probabilities, rescale, running_max, running_sum = _weigh(
+            probabilities, rescale, running_max, running_sum = _online_softmax(
                 score,
                 softmax_scale,
                 softmax_scale,
@@ -263,7 +265,7 @@ def _attend(
 
 
 @triton.jit
-def _scales(
+def _load_scales(
     key_scale_ptr,
     value_scale_ptr,
     block_table_ptr,
@@ -278,11 +280,11 @@ def _scales(
     key_offsets = tl.arange(0, TILE_KEYS)
     positions = start + key_offsets
     if BLOCK_SIZE % TILE_KEYS == 0:
-        slot = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64) * stride_scale_block + (
-            start % BLOCK_SIZE + key_offsets
-        )
+        scale_offsets = tl.load(block_table_ptr + start // BLOCK_SIZE).to(
+            tl.int64
+        ) * stride_scale_block + (start % BLOCK_SIZE + key_offsets)
     else:
-        slot = (
+        scale_offsets = (
             tl.load(
                 block_table_ptr + positions // BLOCK_SIZE, mask=positions < key_end, other=0
             ).to(tl.int64)
@@ -291,10 +293,10 @@ def _scales(
         )
     if MASKED:
         in_range = positions < key_end
-        return tl.load(key_scale_ptr + slot, mask=in_range, other=0.0), tl.load(
-            value_scale_ptr + slot, mask=in_range, other=0.0
+        return tl.load(key_scale_ptr + scale_offsets, mask=in_range, other=0.0), tl.load(
+            value_scale_ptr + scale_offsets, mask=in_range, other=0.0
         )
-    return tl.load(key_scale_ptr + slot), tl.load(value_scale_ptr + slot)
+    return tl.load(key_scale_ptr + scale_offsets), tl.load(value_scale_ptr + scale_offsets)
 
 
 @triton.jit
@@ -368,7 +370,7 @@ def _attend_words(
                 mask=word_offsets[None, :] < HEAD_DIM // 4,
                 other=0,
             )
-        key_scale, value_scale = _scales(
+        key_scale, value_scale = _load_scales(
             key_scale_ptr,
             value_scale_ptr,
             block_table_ptr,
@@ -385,7 +387,7 @@ def _attend_words(
         score = tl.dot(query2, key2, score, input_precision=PRECISION)
         score = tl.dot(query3, key3, score, input_precision=PRECISION)
         score *= key_scale[None, :]
-        probabilities, rescale, running_max, running_sum = _weigh(
+        probabilities, rescale, running_max, running_sum = _online_softmax(
             score,
             softmax_scale,
             softmax_scale[:, None],
@@ -414,7 +416,7 @@ def _attend_words(
     return running_max, running_sum, accumulator0, accumulator1, accumulator2, accumulator3
 
 
-@triton.jit(do_not_specialize_on_alignment=LISTS)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS)
 def decode_kernel(
     query_ptr,
     kv_ptr,
@@ -474,7 +476,7 @@ def decode_kernel(
     prefix_length = 0
     if PREFIX_SPLITS > 0:
         prefix_length = tl.load(prefix_lens_ptr + sequence)
-    first_tile, num_tiles, splits = _divide(
+    first_tile, num_tiles, splits = _split_context(
         sequence_length - prefix_length, TILE_KEYS, NUM_SPLITS, MIN_TILES, WINDOW
     )
     if split >= splits:
@@ -492,7 +494,7 @@ def decode_kernel(
         word_offsets = tl.arange(0, HEAD_DIM_PADDED // 4)
         query_words_ptr = query_ptr + rows[:, None] * HEAD_DIM + 4 * word_offsets[None, :]
         in_range = (group_heads[:, None] < GROUP_SIZE) & (word_offsets[None, :] < HEAD_DIM // 4)
-        query0, query1, query2, query3, row_scale = kv_codes.four_queries(
+        query0, query1, query2, query3, row_scale = kv_codes.load_scaled_queries(
             query_words_ptr, in_range, softmax_scale
         )
     else:
@@ -500,7 +502,7 @@ def decode_kernel(
             query_ptr + rows[:, None] * HEAD_DIM + dim_offsets[None, :], mask=query_mask, other=0.0
         )
         if LARGEST_CODE > 0:
-            queries, row_scale = kv_codes.queries(queries, softmax_scale)
+            queries, row_scale = kv_codes.scale_queries(queries, softmax_scale)
     query_positions = tl.zeros([GROUP_PADDED], tl.int32) + sequence_length - 1
     running_max = tl.full([GROUP_PADDED], -float("inf"), tl.float32)
     running_sum = tl.zeros([GROUP_PADDED], tl.float32)
@@ -648,13 +650,13 @@ def decode_kernel(
     if LARGEST_CODE > 0:
         accumulator *= 1.0 / LARGEST_CODE
     if PREFIX_SPLITS > 0:
-        _, prefix_tiles, prefix_splits = _divide(
+        _, prefix_tiles, prefix_splits = _split_context(
             prefix_length, TILE_KEYS, PREFIX_SPLITS, PREFIX_MIN_TILES, 0
         )
         # One program adds all parts of the prefix. Without a prefix there are none.
         num_parts = tl.where(split == 0, tl.minimum(prefix_splits, prefix_tiles), 0)
         for part in range(num_parts):
-            running_max, running_sum, accumulator = _add_part(
+            running_max, running_sum, accumulator = _add_partial(
                 prefix_ptr,
                 prefix_max_ptr,
                 prefix_sum_ptr,
@@ -672,7 +674,7 @@ def decode_kernel(
             mask=query_mask,
         )
     else:
-        _keep(
+        _store_partial(
             partial_ptr,
             partial_max_ptr,
             partial_sum_ptr,
@@ -688,7 +690,7 @@ def decode_kernel(
 
 
 @triton.jit
-def _divide(
+def _split_context(
     sequence_length,
     TILE_KEYS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -710,7 +712,7 @@ def _divide(
 
 
 @triton.jit
-def _keep(
+def _store_partial(
     partial_ptr,
     partial_max_ptr,
     partial_sum_ptr,
@@ -721,7 +723,7 @@ def _keep(
     in_range,
     HEAD_DIM: tl.constexpr,
 ):
-    """Store the partial result of a split, for join_kernel or _add_part."""
+    """Store the partial result of a split, for join_kernel or _add_partial."""
     dim_offsets = tl.arange(0, accumulator.shape[1])
     tl.store(
         partial_ptr + partial_rows[:, None] * HEAD_DIM + dim_offsets[None, :],
@@ -733,7 +735,7 @@ def _keep(
 
 
 @triton.jit
-def _add_part(
+def _add_partial(
     partial_ptr,
     partial_max_ptr,
     partial_sum_ptr,
@@ -744,7 +746,7 @@ def _add_part(
     in_range,
     HEAD_DIM: tl.constexpr,
 ):
-    """Add a partial result that _keep has stored. No running maximum may be -inf."""
+    """Add a partial result that _store_partial has stored. No running maximum may be -inf."""
     dim_offsets = tl.arange(0, accumulator.shape[1])
     part_max = tl.load(partial_max_ptr + partial_rows, mask=in_range, other=-float("inf"))
     part_sum = tl.load(partial_sum_ptr + partial_rows, mask=in_range, other=0.0)
@@ -790,7 +792,7 @@ def join_kernel(
         length = tl.load(seq_lens_ptr + row // NUM_HEADS)
         if prefix_lens_ptr is not None:
             length -= tl.load(prefix_lens_ptr + row // NUM_HEADS)
-        _, _, splits = _divide(length, TILE_KEYS, NUM_SPLITS, MIN_TILES, WINDOW)
+        _, _, splits = _split_context(length, TILE_KEYS, NUM_SPLITS, MIN_TILES, WINDOW)
     else:
         splits = NUM_SPLITS
     if splits == 1:
@@ -825,7 +827,7 @@ def join_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=LISTS)
+@triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS)
 def prefix_kernel(
     query_ptr,
     kv_ptr,
@@ -872,7 +874,7 @@ def prefix_kernel(
     split = tl.program_id(2)
     leader = shared_prefixes.leader_of(order_ptr, first, num_sequences, SEQUENCES)
     prefix_length = tl.load(prefix_lens_ptr + leader)
-    _, num_tiles, splits = _divide(prefix_length, TILE_KEYS, NUM_SPLITS, PREFIX_MIN_TILES, 0)
+    _, num_tiles, splits = _split_context(prefix_length, TILE_KEYS, NUM_SPLITS, PREFIX_MIN_TILES, 0)
     if split >= tl.minimum(splits, num_tiles):
         return
     keys_per_split = tl.cdiv(num_tiles, splits) * TILE_KEYS
@@ -880,10 +882,10 @@ def prefix_kernel(
     key_end = tl.minimum(key_begin + keys_per_split, prefix_length)
     row_offsets = tl.arange(0, TILE_ROWS)
     dim_offsets = tl.arange(0, HEAD_DIM_PADDED)
-    places = first + row_offsets // GROUP_PADDED
+    order_indices = first + row_offsets // GROUP_PADDED
     group_head = row_offsets % GROUP_PADDED
-    in_range = (places < num_sequences) & (group_head < GROUP_SIZE)
-    sequences = tl.load(order_ptr + places, mask=in_range, other=0).to(tl.int64)
+    in_range = (order_indices < num_sequences) & (group_head < GROUP_SIZE)
+    sequences = tl.load(order_ptr + order_indices, mask=in_range, other=0).to(tl.int64)
     in_range = in_range & (tl.load(prefix_lens_ptr + sequences, mask=in_range, other=0) > 0)
     rows = sequences * NUM_HEADS + head * GROUP_SIZE + group_head
     queries = tl.load(
@@ -895,7 +897,7 @@ def prefix_kernel(
     key_scale_ptr = scales_ptr
     value_scale_ptr = scales_ptr
     if LARGEST_CODE > 0:
-        queries, row_scale = kv_codes.queries(queries, softmax_scale)
+        queries, row_scale = kv_codes.scale_queries(queries, softmax_scale)
         key_scale_ptr += head * stride_scale_head
         value_scale_ptr = key_scale_ptr + stride_scale_kind
     running_max, running_sum, accumulator = _attend(
@@ -907,7 +909,7 @@ def prefix_kernel(
         block_table_ptr + tl.load(table_rows_ptr + leader).to(tl.int64) * stride_table,
         key_begin,
         key_end,
-        row_offsets,  # They are not used: every row sees all keys.
+        row_offsets,  # query_positions, which are not used: every row sees all keys
         tl.full([TILE_ROWS], -float("inf"), tl.float32),
         tl.zeros([TILE_ROWS], tl.float32),
         tl.zeros([TILE_ROWS, HEAD_DIM_PADDED], tl.float32),
@@ -927,7 +929,7 @@ def prefix_kernel(
     )
     if LARGEST_CODE > 0:
         accumulator *= 1.0 / LARGEST_CODE
-    _keep(
+    _store_partial(
         partial_ptr,
         partial_max_ptr,
         partial_sum_ptr,
@@ -957,7 +959,7 @@ def _find_item(query_start_ptr, tile, num_items, BLOCK_Q: tl.constexpr):
     return first_item
 
 
-@triton.jit(do_not_specialize=["num_items"], do_not_specialize_on_alignment=LISTS)
+@triton.jit(do_not_specialize=["num_items"], do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS)
 def prefill_kernel(
     query_ptr,
     kv_ptr,
@@ -1033,7 +1035,7 @@ def prefill_kernel(
         )
         row_scale = softmax_scale
         if LARGEST_CODE > 0:
-            queries, row_scale = kv_codes.queries(queries, softmax_scale)
+            queries, row_scale = kv_codes.scale_queries(queries, softmax_scale)
         query_positions = context_length + local_tokens
         key_begin = 0
         if WINDOW > 0:
@@ -1125,7 +1127,7 @@ def prefill_kernel(
                 mask=query_mask,
             )
         else:
-            _keep(
+            _store_partial(
                 partial_ptr,
                 partial_max_ptr,
                 partial_sum_ptr,
@@ -1216,7 +1218,7 @@ def _can_prefetch_more(kv_cache: KV, head_dim: int, tile: dict[str, int]) -> boo
     return head_dim == 128 and kv_cache.dtype.itemsize == 2 and tile["num_stages"] == 4
 
 
-def _parts(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate_partials(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the partial results of the splits: accumulators, maxima and sums."""
     partial = torch.empty(
         *query.shape[:2], num_splits, query.shape[2], dtype=torch.float32, device=query.device
@@ -1244,7 +1246,7 @@ def _join(
             NUM_SPLITS=num_splits,
             SPLITS_PADDED=triton.next_power_of_2(num_splits),
             num_warps=4,
-            **{name: constants[name] for name in JOINED},
+            **{name: constants[name] for name in JOIN_CONSTANTS},
             **LAUNCH,
         )
 
@@ -1267,17 +1269,17 @@ def _attend_to_prefixes(
         return WITHOUT_PREFIXES  # No prefix can be long enough.
     tile = _tile(kv_cache, shape["HEAD_DIM_PADDED"])
     prefix_tiles = PrefixTiles(tile_sequences, tile["TILE_KEYS"], min_saved)
-    found = shared_prefixes.find(batch, num_sequences, prefix_tiles, shape["BLOCK_SIZE"])
+    prefixes = shared_prefixes.find(batch, num_sequences, prefix_tiles, shape["BLOCK_SIZE"])
     num_splits = max(1, min(32, PREFIX_PROGRAMS // (num_tiles * num_kv_heads)))
     num_splits = 1 << round(math.log2(num_splits))
-    parts = _parts(query, num_splits)
-    (tensors, strides) = arguments(kv_cache)
+    parts = _allocate_partials(query, num_splits)
+    (tensors, strides) = kv_arguments(kv_cache)
     prefix_kernel[num_tiles, num_kv_heads, num_splits](
         query,
         *tensors,
         batch.block_table,
         batch.slots,
-        *found,
+        *prefixes,
         *parts,
         scale * LOG2E,
         num_sequences,
@@ -1291,7 +1293,7 @@ def _attend_to_prefixes(
         **shape,
         **LAUNCH,
     )
-    return PrefixParts(found.lengths, *parts)
+    return PrefixParts(prefixes.lengths, *parts)
 
 
 def _decode(
@@ -1314,9 +1316,9 @@ def _decode(
         and shape["BLOCK_SIZE"] % tile["TILE_KEYS"] == 0
     )
     if read_words and isinstance(kv_cache, QuantKV):
-        tensors, strides = arguments(QuantKV(kv_cache.codes.view(torch.int32), kv_cache.scales))
+        tensors, strides = kv_arguments(QuantKV(kv_cache.codes.view(torch.int32), kv_cache.scales))
     else:
-        tensors, strides = arguments(kv_cache)
+        tensors, strides = kv_arguments(kv_cache)
     # The largest number of splits depends on the largest possible length, so that few different
     # kernels are needed.
     max_length = batch.block_table.shape[1] * shape["BLOCK_SIZE"]
@@ -1330,14 +1332,16 @@ def _decode(
     )
     num_splits = 1 << round(math.log2(num_splits))
     num_unsplit = num_sequences * num_kv_heads
-    min_tiles = max(1, min(MIN_TILES, MIN_TILES * num_unsplit // OCCUPYING))
+    min_tiles = max(1, min(MIN_TILES, MIN_TILES * num_unsplit // OCCUPYING_PROGRAMS))
     # More stages let each program prefetch two tiles instead of one. Only three such programs fit a
     # multiprocessor instead of five, so this does not pay if there are slightly more than three.
     if _can_prefetch_more(kv_cache, shape["HEAD_DIM_PADDED"], tile) and not any(
         3 < num_unsplit * splits / (PROGRAMS / 8) <= 4 for splits in (1, num_splits)
     ):
         tile["num_stages"] = 6
-    parts = _parts(query[:num_sequences], num_splits) if num_splits > 1 else (query,) * 3
+    parts = (
+        _allocate_partials(query[:num_sequences], num_splits) if num_splits > 1 else (query,) * 3
+    )
     decode_kernel[num_sequences, num_kv_heads, num_splits](
         query,
         *tensors,
@@ -1385,7 +1389,7 @@ def _prefill(
     """Launch prefill, and return whether decode may run beside it."""
     shape = _shape(query, kv_cache)
     num_kv_heads = kv_cache.shape[2]
-    (tensors, strides) = arguments(kv_cache)
+    (tensors, strides) = kv_arguments(kv_cache)
     group_padded = triton.next_power_of_2(shape["GROUP_SIZE"])
     num_items = len(batch.spans) - num_decoding
     num_tokens = query.shape[0] - num_decoding
@@ -1394,15 +1398,17 @@ def _prefill(
         num_tokens // (tile_rows // group_padded) + num_items + (num_decoding > 0)
     )  # an upper bound: some tiles are empty
     max_length = batch.block_table.shape[1] * shape["BLOCK_SIZE"]  # as in _decode
-    num_splits = SPLITS if num_tokens <= FEW and max_length >= LONG else 1
-    parts = _parts(query, num_splits) if num_splits > 1 else (query,) * 3
-    launch_early = num_decoding >= BESIDE and num_splits == 1
+    num_splits = (
+        PREFILL_SPLITS if num_tokens <= SPLIT_MAX_TOKENS and max_length >= SPLIT_MIN_CONTEXT else 1
+    )
+    parts = _allocate_partials(query, num_splits) if num_splits > 1 else (query,) * 3
+    launch_early = num_decoding >= OVERLAP_MIN_SEQUENCES and num_splits == 1
     tile = _tile(kv_cache, shape["HEAD_DIM_PADDED"])
     # Two programs fit a multiprocessor either way, but six stages leave decode beside prefill no
     # shared memory. Windows, splits and smaller blocks were not measured.
-    whole_tiles = shape["BLOCK_SIZE"] % tile["TILE_KEYS"] == 0
-    measured = whole_tiles and num_splits == 1 and not window and not launch_early
-    if measured and _can_prefetch_more(kv_cache, shape["HEAD_DIM_PADDED"], tile):
+    has_whole_tiles = shape["BLOCK_SIZE"] % tile["TILE_KEYS"] == 0
+    is_measured = has_whole_tiles and num_splits == 1 and not window and not launch_early
+    if is_measured and _can_prefetch_more(kv_cache, shape["HEAD_DIM_PADDED"], tile):
         tile["num_stages"] = 6
     prefill_kernel[num_tiles, num_kv_heads, num_splits](
         query,

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-AVAILABLE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-OVERLAP = tl.constexpr(AVAILABLE)
+HOPPER_OR_LATER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+OVERLAP = tl.constexpr(HOPPER_OR_LATER)
 # The launch option of kernels that call start_next() and wait_for_inputs().
-LAUNCH: dict[str, Any] = {"launch_pdl": True} if AVAILABLE else {}
+LAUNCH: dict[str, Any] = {"launch_pdl": True} if HOPPER_OR_LATER else {}
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def wait_for_inputs():
 
 
 @triton.jit
-def fetch(address):
+def prefetch_l2(address):
     """Prefetch the cache lines at these addresses into L2. No kernel may write to them."""
     if OVERLAP:
         tl.inline_asm_elementwise(

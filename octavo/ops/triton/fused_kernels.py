@@ -172,7 +172,7 @@ def act_mul(gate_up: Tensor, gelu: bool) -> Tensor:
 
 
 @triton.jit
-def _turned(
+def _norm_and_rope(
     heads_ptr,
     head_offsets,
     cos,
@@ -274,7 +274,7 @@ def rope_cache_kernel(
     query_out_ptr,
     kv_ptr,
     scales_ptr,
-    slots_ptr,
+    kv_indices_ptr,
     positions_ptr,
     cos_sin_ptr,
     query_norm_ptr,
@@ -301,13 +301,13 @@ def rope_cache_kernel(
 ):
     """Normalise and rotate all heads of one token in each program.
 
-    Queries are written to query_out_ptr, keys and values to their slot in the cache. LARGEST_CODE
-    is the largest code of compressed KV, or 0 for plain KV.
+    Queries are written to query_out_ptr, keys and values to their KV index in the cache.
+    LARGEST_CODE is the largest code of compressed KV, or 0 for plain KV.
     """
     start_next()
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
+    kv_index = tl.load(kv_indices_ptr + token)
     columns = tl.arange(0, HALF_PADDED)
     query_head = tl.arange(0, QUERY_HEADS_PADDED)
     key_head = tl.arange(0, KEY_HEADS_PADDED)
@@ -320,7 +320,7 @@ def rope_cache_kernel(
             angles_ptr + HEAD_DIM // 2 + columns, mask=columns < HEAD_DIM // 2, other=0.0
         )[None, :]
     token_ptr = qkv_ptr + token * (QUERY_HEADS + 2 * KEY_HEADS) * HEAD_DIM
-    first_half, second_half, head_mask = _turned(
+    first_half, second_half, head_mask = _norm_and_rope(
         token_ptr,
         query_head,
         cos,
@@ -341,7 +341,7 @@ def rope_cache_kernel(
     )
     tl.store(output_ptr, first_half, mask=head_mask)
     tl.store(output_ptr + HEAD_DIM // 2, second_half, mask=head_mask)
-    first_half, second_half, head_mask = _turned(
+    first_half, second_half, head_mask = _norm_and_rope(
         token_ptr + QUERY_HEADS * HEAD_DIM,
         key_head,
         cos,
@@ -356,18 +356,18 @@ def rope_cache_kernel(
     )
     output_ptr = (
         kv_ptr
-        + (slot // BLOCK_SIZE) * stride_block
+        + (kv_index // BLOCK_SIZE) * stride_block
         + key_head[:, None] * stride_head
-        + (slot % BLOCK_SIZE) * stride_token
+        + (kv_index % BLOCK_SIZE) * stride_token
         + columns[None, :]
     )
     scale_ptr = scales_ptr
     if LARGEST_CODE > 0:
         scale_ptr = (
             scales_ptr
-            + (slot // BLOCK_SIZE) * stride_scale_block
+            + (kv_index // BLOCK_SIZE) * stride_scale_block
             + key_head * stride_scale_head
-            + slot % BLOCK_SIZE
+            + kv_index % BLOCK_SIZE
         )
         first_half, second_half, scale = _compress(
             first_half, second_half, qkv_ptr, kv_ptr, LARGEST_CODE
@@ -375,7 +375,7 @@ def rope_cache_kernel(
         tl.store(scale_ptr, scale, mask=key_head < KEY_HEADS)
     tl.store(output_ptr, first_half, mask=head_mask)
     tl.store(output_ptr + HEAD_DIM // 2, second_half, mask=head_mask)
-    first_half, second_half, head_mask = _turned(
+    first_half, second_half, head_mask = _norm_and_rope(
         token_ptr + (QUERY_HEADS + KEY_HEADS) * HEAD_DIM,
         key_head,
         cos,
@@ -411,7 +411,7 @@ def rope_and_cache(
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     query = qkv.new_empty(num_tokens, num_heads, head_dim)
     padded = triton.next_power_of_2
-    tensors, strides = arguments(kv_cache)
+    tensors, strides = kv_arguments(kv_cache)
     rope_cache_kernel[num_tokens,](
         qkv,
         query,
@@ -440,7 +440,7 @@ def rope_and_cache(
     return query
 
 
-def arguments(kv_cache: KV) -> tuple[tuple[Tensor, Tensor | None], tuple[int | None, ...]]:
+def kv_arguments(kv_cache: KV) -> tuple[tuple[Tensor, Tensor | None], tuple[int | None, ...]]:
     """Return the kernel arguments for kv_cache [N, 2, Hk, B, D].
 
     They are its numbers or codes, the scales or None, and the strides of both.

@@ -29,18 +29,18 @@ from octavo.ops import ForwardBatch
 from octavo.ops.kv import KV
 from octavo.ops.triton import kv_codes
 from octavo.ops.triton.attention_kernels import (
-    LISTS,
     LOG2E,
     PROGRAMS,
+    UNALIGNED_ARGUMENTS,
     _attend,
     _can_prefetch_more,
     _find_item,
-    _keep,
     _shape,
+    _store_partial,
     _tile,
 )
 from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inputs
-from octavo.ops.triton.fused_kernels import arguments
+from octavo.ops.triton.fused_kernels import kv_arguments
 
 PART_KEYS = 512
 TILE_ROWS = 64
@@ -64,7 +64,9 @@ def _merge(total_max, total_sum, total, part_max, part_sum, part):
     return new_max, total_sum, total
 
 
-@triton.jit(do_not_specialize=["num_items", "num_parts"], do_not_specialize_on_alignment=LISTS)
+@triton.jit(
+    do_not_specialize=["num_items", "num_parts"], do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS
+)
 def attention_kernel(
     query_ptr,
     kv_ptr,
@@ -140,7 +142,7 @@ def attention_kernel(
         )
         row_scale = softmax_scale
         if LARGEST_CODE > 0:
-            queries, row_scale = kv_codes.queries(queries, softmax_scale)
+            queries, row_scale = kv_codes.scale_queries(queries, softmax_scale)
         query_positions = context_length + local_tokens
         key_begin = 0
         if WINDOW > 0:
@@ -230,7 +232,7 @@ def attention_kernel(
                     total_max, total_sum, total, running_max, running_sum, accumulator
                 )
             else:
-                _keep(
+                _store_partial(
                     partial_ptr,
                     partial_max_ptr,
                     partial_sum_ptr,
@@ -320,7 +322,7 @@ def attention(
         num_splits = 1
     partial = query.new_empty(num_tokens, num_heads, num_parts, head_dim, dtype=torch.float32)
     partial_max, partial_sum = query.new_empty(2, *partial.shape[:3], dtype=torch.float32)
-    tensors, strides = arguments(kv_cache)
+    tensors, strides = kv_arguments(kv_cache)
     tile = _tile(kv_cache, shape["HEAD_DIM_PADDED"])
     if _can_prefetch_more(kv_cache, shape["HEAD_DIM_PADDED"], tile):
         tile["num_stages"] = 6

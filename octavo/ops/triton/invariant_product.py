@@ -1,9 +1,9 @@
 """Matrix products in which the bits of a row do not depend on the number of rows.
 
-The kernel below defines the order: one program walks along all inputs of its outputs, in the steps
-of the tensor cores. The weights are their first operand, so that few rows waste little. A library
-may compute products of many rows faster. It is used only for the shapes whose bits it has been seen
-to reproduce on this device (`LibraryShapes`).
+The kernel below defines the order: one program adds all inputs of its outputs, in the steps of the
+tensor cores. The weights are their first operand, so that few rows waste little. A library
+may compute products of many rows faster. It is used only for the shapes for which a
+comparison on this device found the same bits (`LibraryShapes`).
 
     rows              computed by
     1 to 63           the kernel
@@ -32,7 +32,7 @@ LIBRARY_ROWS = (*range(64, 256, 16), *range(256, 641, 32), 768, 1024, 1536, 2048
 REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 # The largest result that is compared: 128 MiB of bfloat16. The number of rows of a block is lower
 # for an LM head.
-MOST_COMPARED = 2**26
+MAX_COMPARED_NUMBERS = 2**26
 
 
 class Tile(NamedTuple):
@@ -112,7 +112,7 @@ def product_kernel(
 def tile_for(num_rows: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return FLOAT32_TILE
-    return next(tile for most_rows, tile in TILES.items() if num_rows <= most_rows)
+    return next(tile for max_rows, tile in TILES.items() if num_rows <= max_rows)
 
 
 def kernel_product(
@@ -154,7 +154,7 @@ def without_split() -> Iterator[None]:
     matmul: Any = torch.backends.cuda.matmul
     library = torch.backends.cuda.preferred_blas_library()
     # Each setting is a pair: sums in 16 bits are allowed, and sums that are split.
-    before = {
+    previous = {
         name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in REDUCTIONS
     }
     torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -164,7 +164,7 @@ def without_split() -> Iterator[None]:
         yield
     finally:
         for name in REDUCTIONS:
-            setattr(matmul, name, before[name])
+            setattr(matmul, name, previous[name])
         torch.backends.cuda.preferred_blas_library(library)
 
 
@@ -190,36 +190,36 @@ class LibraryShapes:
     """
 
     def __init__(self) -> None:
-        self.found: dict[tuple[torch.Size, torch.dtype], tuple[int, ...]] = {}
+        self.rows_by_shape: dict[tuple[torch.Size, torch.dtype], tuple[int, ...]] = {}
 
     def rows(self, weight: Tensor) -> tuple[int, ...]:
         """Return the numbers of rows, in order. Before the comparison, which a CUDA graph cannot
         contain, there are none."""
         key = (weight.shape, weight.dtype)
-        if key not in self.found:
+        if key not in self.rows_by_shape:
             if not weight.is_cuda or torch.cuda.is_current_stream_capturing():
                 return ()
-            self.found[key] = agreeing_rows(weight)
-        return self.found[key]
+            self.rows_by_shape[key] = agreeing_rows(weight)
+        return self.rows_by_shape[key]
 
 
 def agreeing_rows(weight: Tensor) -> tuple[int, ...]:
     """Compare the library with the kernel."""
     num_outputs, num_inputs = weight.shape
-    candidates = [rows for rows in LIBRARY_ROWS if rows * num_outputs <= MOST_COMPARED]
+    candidates = [rows for rows in LIBRARY_ROWS if rows * num_outputs <= MAX_COMPARED_NUMBERS]
     if not candidates:
         return ()
     generator = torch.Generator(weight.device).manual_seed(0)
     shape = (candidates[-1], num_inputs)
     hidden = torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype)
     expected = kernel_product(hidden, weight)
-    found = []
+    agreeing = []
     for rows in candidates:
         output = empty_output(rows, weight)
         library_product(hidden[:rows], weight, output)
         if torch.equal(output, expected[:rows]):
-            found.append(rows)
-    return tuple(found)
+            agreeing.append(rows)
+    return tuple(agreeing)
 
 
 def linear(
@@ -253,8 +253,8 @@ def linear(
 def block_sizes(num_rows: int, allowed: tuple[int, ...]) -> list[int]:
     """Divide rows into blocks of numbers of rows that were compared. The last block is padded."""
     largest = allowed[-1]
-    full_blocks, rest = divmod(num_rows, largest)
+    full_blocks, remaining_rows = divmod(num_rows, largest)
     sizes = [largest] * full_blocks
-    if rest:
-        sizes.append(next(rows for rows in allowed if rows >= rest))
+    if remaining_rows:
+        sizes.append(next(rows for rows in allowed if rows >= remaining_rows))
     return sizes

@@ -1,8 +1,8 @@
 """Batch-invariant operators on a GPU: the bits of a row do not depend on the other rows of a step.
 
     products       invariant_product.py: one order of sums for every number of rows
-    quantised      quant/quant_gemm.py alone, with whole sums. Of fp8, quant/activation_gemm.py:
-                   activations are rounded for every number of rows or for none
+    quantised      quant/quant_gemm.py for every number of rows, or quant/activation_gemm.py for fp8
+                   formats that round activations. No sum is split
     attention      invariant_attention.py: one kernel and one order for prompts and decoding rows
     the rest       the kernels of the CUDA backend: each program computes one row, or single numbers
     megakernel     off, as is the GEMV: both add in another order
@@ -38,16 +38,18 @@ from octavo.ops.weight import QuantWeight, rounds_activations
 QUANT_TILES = {
     16: Gemm(rows=16, outputs=64, blocks=1, stages=4, resident=3, splits=1),
     64: Gemm(rows=64, outputs=64, blocks=1, stages=3, resident=3, splits=1),
-    2**31: Gemm(rows=128, outputs=128, blocks=1, stages=3, resident=2, tall=32, splits=1),
+    2**31: Gemm(
+        rows=128, outputs=128, blocks=1, stages=3, resident=2, outputs_per_warp=32, splits=1
+    ),
 }
 # Weights and activations of fp8: products of 128 inputs are added outside of the tensor cores.
 QUANT_FP8_TILES = {
-    most_rows: Rounded(rounded.tile._replace(splits=1))
-    for most_rows, rounded in quant.ROUNDED_FP8.items()
+    max_rows: Rounded(rounded.tile._replace(splits=1))
+    for max_rows, rounded in quant.ROUNDED_FP8.items()
     if rounded.tile is not None
 }
 # For float32 activations, which tensor cores do not multiply exactly, and for older GPUs.
-QUANT_FLOAT32_TILE = quant.SMALL._replace(splits=1)
+QUANT_FLOAT32_TILE = quant.FALLBACK_TILING._replace(splits=1)
 
 
 class InvariantTritonOps(TritonOps):
@@ -77,8 +79,8 @@ class InvariantTritonOps(TritonOps):
         residual: Tensor | None = None,
     ) -> Tensor:
         if isinstance(weight, quant.TritonWeight):
-            how = quant_tile(len(hidden), hidden.dtype, weight)
-            return quant.linear(hidden, weight, bias, residual, how)
+            tiling = quant_tiling(len(hidden), hidden.dtype, weight)
+            return quant.linear(hidden, weight, bias, residual, tiling)
         if not isinstance(weight, Tensor):
             return super().linear(hidden, weight, bias, residual)  # calls this for each part
         return invariant_product.linear(hidden, weight, bias, residual, self.library_shapes)
@@ -92,10 +94,10 @@ class InvariantTritonOps(TritonOps):
         return invariant_attention.attention(query, kv_cache, batch, scale, window)
 
 
-def quant_tile(num_rows: int, dtype: torch.dtype, weight: quant.TritonWeight) -> quant.How:
-    tiles: Mapping[int, quant.How] = QUANT_TILES
+def quant_tiling(num_rows: int, dtype: torch.dtype, weight: quant.TritonWeight) -> quant.Tiling:
+    tiles: Mapping[int, quant.Tiling] = QUANT_TILES
     if rounds_activations(weight.format):
         tiles = QUANT_FP8_TILES
-    elif dtype == torch.float32 or quant.OLD:
+    elif dtype == torch.float32 or quant.BEFORE_HOPPER:
         return QUANT_FLOAT32_TILE
-    return next(tile for most_rows, tile in tiles.items() if num_rows <= most_rows)
+    return next(tile for max_rows, tile in tiles.items() if num_rows <= max_rows)

@@ -57,7 +57,7 @@ cvt.rn.f16x2.e4m3x2 $3, f;
 
 
 @triton.jit
-def queries(query, scale):
+def scale_queries(query, scale):
     """Scale query [rows, HEAD_DIM] to at most 1, so that float16 can hold it.
 
     Returns the scaled query and the scale of each row's scores, [rows].
@@ -72,8 +72,8 @@ def queries(query, scale):
 
 
 @triton.jit
-def four_queries(words_ptr, mask, scale):
-    """Do what queries() does for the dimensions 4i, 4i + 1, 4i + 2 and 4i + 3.
+def load_scaled_queries(words_ptr, mask, scale):
+    """Do what scale_queries() does for the dimensions 4i, 4i + 1, 4i + 2 and 4i + 3.
 
     They are loaded from words_ptr [rows, HEAD_DIM / 4].
     """
@@ -100,7 +100,7 @@ def four_queries(words_ptr, mask, scale):
 
 
 @triton.jit
-def numbers(codes, target_dtype: tl.constexpr):
+def convert(codes, target_dtype: tl.constexpr):
     """Convert codes to float16 or float32."""
     if codes.dtype == tl.int8 and target_dtype == tl.float16 and not INTERPRETED:
         return tl.inline_asm_elementwise(

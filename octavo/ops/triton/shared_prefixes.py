@@ -26,8 +26,8 @@ from torch import Tensor
 from octavo.ops import ForwardBatch
 
 # These arguments begin at any offset: see attention_kernels.py.
-LISTS = ["table_rows_ptr", "seq_lens_ptr"]
-# The place in the order of rows that have no full block. No block has this number.
+UNALIGNED_ARGUMENTS = ["table_rows_ptr", "seq_lens_ptr"]
+# The first block of rows without a full block, so that they come last. No block has this number.
 NO_BLOCK = tl.constexpr(2**31 - 1)
 
 
@@ -54,7 +54,7 @@ def find(batch: ForwardBatch, num_rows: int, tiles: PrefixTiles, block_size: int
     key = ("shared prefixes", num_rows, tiles)
     if key not in batch.scratch:
         # Each is a tensor of its own, so that the alignment of its address is always the same.
-        found = SharedPrefixes(
+        prefixes = SharedPrefixes(
             *(batch.seq_lens.new_empty(num_rows, dtype=torch.int32) for _ in range(2))
         )
         num_programs = triton.cdiv(num_rows, tiles.rows)
@@ -62,7 +62,7 @@ def find(batch: ForwardBatch, num_rows: int, tiles: PrefixTiles, block_size: int
             batch.block_table,
             batch.slots,
             batch.seq_lens,
-            found.order,
+            prefixes.order,
             num_rows,
             batch.block_table.stride(0),
             BLOCK_SIZE=block_size,
@@ -73,7 +73,7 @@ def find(batch: ForwardBatch, num_rows: int, tiles: PrefixTiles, block_size: int
             batch.block_table,
             batch.slots,
             batch.seq_lens,
-            *found,
+            *prefixes,
             num_rows,
             tiles.min_saved,
             batch.block_table.stride(0),
@@ -83,7 +83,7 @@ def find(batch: ForwardBatch, num_rows: int, tiles: PrefixTiles, block_size: int
             COLUMNS=64,
             num_warps=4,
         )
-        batch.scratch[key] = found
+        batch.scratch[key] = prefixes
     return batch.scratch[key]
 
 
@@ -104,7 +104,7 @@ def _first_blocks(
     return tl.load(block_table_ptr + table_rows * stride_table, mask=has_block, other=NO_BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=LISTS)
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS)
 def order_kernel(
     block_table_ptr,
     table_rows_ptr,
@@ -144,7 +144,9 @@ def order_kernel(
     tl.store(order_ptr + places, rows, mask=rows < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_rows", "min_saved"], do_not_specialize_on_alignment=LISTS)
+@triton.jit(
+    do_not_specialize=["num_rows", "min_saved"], do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS
+)
 def measure_kernel(
     block_table_ptr,
     table_rows_ptr,
@@ -175,26 +177,31 @@ def measure_kernel(
     leader_row = tl.load(table_rows_ptr + leader).to(tl.int64)
     leader_blocks = (tl.load(seq_lens_ptr + leader) - 1) // BLOCK_SIZE
     shared = tl.zeros([TILE_ROWS], tl.int32)  # the leading blocks that a row shares with the leader
-    compared = 0
+    num_compared = 0
     num_equal = tl.sum(in_range.to(tl.int32), 0)
-    while (compared < leader_blocks) & (num_equal > 1):
-        columns = compared + tl.arange(0, COLUMNS)
-        own = tl.load(
+    while (num_compared < leader_blocks) & (num_equal > 1):
+        columns = num_compared + tl.arange(0, COLUMNS)
+        row_block_numbers = tl.load(
             block_table_ptr + table_rows[:, None] * stride_table + columns[None, :],
             mask=columns[None, :] < num_blocks[:, None],
             other=-1,
         )
-        expected = tl.load(
+        leader_block_numbers = tl.load(
             block_table_ptr + leader_row * stride_table + columns,
             mask=columns < leader_blocks,
             other=-2,
         )
         first_different = tl.min(
-            tl.where(own == expected[None, :], compared + COLUMNS, columns[None, :]), 1
+            tl.where(
+                row_block_numbers == leader_block_numbers[None, :],
+                num_compared + COLUMNS,
+                columns[None, :],
+            ),
+            1,
         )
-        shared = tl.where(shared == compared, first_different, shared)
-        compared += COLUMNS
-        num_equal = tl.sum((shared == compared).to(tl.int32), 0)
+        shared = tl.where(shared == num_compared, first_different, shared)
+        num_compared += COLUMNS
+        num_equal = tl.sum((shared == num_compared).to(tl.int32), 0)
     lengths = shared * BLOCK_SIZE // TILE_KEYS * TILE_KEYS
     # One row of those that share a prefix would have to read it anyway.
     num_sharing = tl.sum((lengths[None, :] >= lengths[:, None]).to(tl.int32), 1)

@@ -1,4 +1,4 @@
-"""Prepares the inputs of a decode step on the device, without the host knowing the tokens."""
+"""Prepares the inputs of a decode step on the device. The host need not know the tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def advance_kernel(
     computed_ptr,
     input_ids_ptr,
     positions_ptr,
-    slots_ptr,
+    kv_indices_ptr,
     seq_lens_ptr,
     padding_row,
     stride_tokens,
@@ -44,7 +44,7 @@ def advance_kernel(
     # The token -1 means that no token could be sampled. The row will be finished soon.
     tl.store(input_ids_ptr + item, tl.maximum(token, 0).to(tl.int64))
     tl.store(positions_ptr + item, position.to(tl.int64))
-    tl.store(slots_ptr + item, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE)
+    tl.store(kv_indices_ptr + item, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE)
     tl.store(seq_lens_ptr + item, position + 1)
     if row != padding_row:
         tl.store(computed_ptr + row * stride_computed, position + 1)
@@ -65,7 +65,7 @@ def advance(
     holds the new block of a row whose position begins a block, else 0; it is written to
     block_table [rows, W]. computed [rows] is incremented.
     """
-    input_ids, positions, slots = torch.empty(
+    input_ids, positions, kv_indices = torch.empty(
         3, len(rows), dtype=torch.int64, device=rows.device
     ).unbind(0)
     seq_lens = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
@@ -77,7 +77,7 @@ def advance(
         computed,
         input_ids,
         positions,
-        slots,
+        kv_indices,
         seq_lens,
         padding_row,
         tokens.stride(0),
@@ -86,7 +86,7 @@ def advance(
         block_size,
         num_warps=1,
     )
-    return input_ids, positions, slots, seq_lens
+    return input_ids, positions, kv_indices, seq_lens
 
 
 @triton.jit(do_not_specialize=["num_values"])

@@ -274,7 +274,7 @@ LAYERS, NUM_LAYERS, HIDDEN_SIZE, WIDTH, EPSILON, GELU, BATCH, LAST_NORM = range(
     ATTENDED,
     ACTIVATED,
     POSITIONS,
-    SLOTS,
+    KV_INDICES,
     INDICES,
     FACTOR,
     ATTENTION_WINDOW,
@@ -519,7 +519,7 @@ def rotate_and_store(worker: int, job: int, layer: int, kv_cache: int, scales: i
     key_norm = field(layer, KEY_NORM)
     angles = field(layer, ANGLES)
     positions = field(job, POSITIONS)
-    slots = field(job, SLOTS)
+    kv_indices = field(job, KV_INDICES)
     num_tokens = field(job, NUM_ROWS)
     storage = field(batch, attention_jit.STORAGE)
     item_size = SIZES[storage]
@@ -527,9 +527,9 @@ def rotate_and_store(worker: int, job: int, layer: int, kv_cache: int, scales: i
     while token >= 0:
         token_row = qkv + token * token_stride
         token_angles = angles + load_i64(positions + 8 * token) * head_dim * 4
-        slot = load_i64(slots + 8 * token)
-        block = slot // block_size
-        offset = slot % block_size
+        kv_index = load_i64(kv_indices + 8 * token)
+        block = kv_index // block_size
+        offset = kv_index % block_size
         address = (
             kv_cache
             + block * field(batch, attention_jit.BLOCK_STRIDE)
@@ -574,16 +574,18 @@ def attend(worker: int, batch: int, kv_cache: int, scales: int, window: int) -> 
 def decode(worker: int, job: int) -> None:
     """Compute all layers of a decoder, and the norm behind them."""
     batch = field(job, BATCH)
-    # Slots of a layer in a block.
-    layer_slots = (
+    # The keys and values of a layer in a block.
+    vectors_per_layer = (
         2 * field(batch, attention_jit.NUM_KV_HEADS) * field(batch, attention_jit.BLOCK_SIZE)
     )
-    slot_bytes = field(batch, attention_jit.HEAD_DIM) * SIZES[field(batch, attention_jit.STORAGE)]
+    vector_bytes = field(batch, attention_jit.HEAD_DIM) * SIZES[field(batch, attention_jit.STORAGE)]
     layer = field(job, LAYERS)
     post_norm = 0
     for layer_index in range(field(job, NUM_LAYERS)):
-        kv_cache = field(batch, attention_jit.KV_CACHE) + layer_index * layer_slots * slot_bytes
-        scales = field(batch, attention_jit.SCALES) + layer_index * layer_slots * 4
+        kv_cache = (
+            field(batch, attention_jit.KV_CACHE) + layer_index * vectors_per_layer * vector_bytes
+        )
+        scales = field(batch, attention_jit.SCALES) + layer_index * vectors_per_layer * 4
         is_first = 1 if layer_index == 0 else 0
         add_and_norm(worker, job, post_norm, field(layer, ATTN_NORM), layer, is_first)
         attend_and_mlp(worker, job, layer, kv_cache, scales)

@@ -22,13 +22,13 @@ from octavo.ops.cpu.jit.decoder_jit import (
     EPSILON,
     HIDDEN_SIZE,
     INPUT,
+    KV_INDICES,
     LAST_NORM,
     LAYERS,
     NUM_ROWS,
     OUTPUT,
     PHASES_PER_LAYER,
     POSITIONS,
-    SLOTS,
     attend_and_mlp,
     copy_floats,
     dequantize_row,
@@ -101,7 +101,7 @@ def join_rows(worker: int, job: int, head: int, step: int) -> None:
     """Write the norms of the token and of the hidden state of each row side by side.
 
     Step 0 reads the rows of the target's step. A later step reads the draft of the pass before, and
-    writes its position and place in the cache.
+    writes its position and KV index.
     """
     num_rows = field(job, NUM_ROWS)
     hidden_size = field(job, HIDDEN_SIZE)
@@ -133,13 +133,13 @@ def following_token(job: int, head: int, row: int) -> int:
 
 @inner
 def place_draft(job: int, head: int, row: int, step: int) -> int:
-    """Write the position and the place in the cache of a row's last draft. Returns the draft. A row
-    that has all its drafts computes position 0 of block 0, which nothing reads."""
+    """Write the position and the KV index of a row's last draft, and return the draft. A row that
+    has all its drafts computes position 0 of block 0, which nothing reads."""
     batch = field(job, BATCH)
     seq_len = field(batch, attention_jit.SEQ_LENS) + 4 * row
     if step >= load_i64(field(head, COUNTS) + 8 * row):
         store_i64(field(job, POSITIONS) + 8 * row, 0)
-        store_i64(field(job, SLOTS) + 8 * row, 0)
+        store_i64(field(job, KV_INDICES) + 8 * row, 0)
         store_i32(seq_len, 1)
         return 0
     slot = slot_of(job, row)
@@ -149,7 +149,7 @@ def place_draft(job: int, head: int, row: int, step: int) -> int:
     table_index = slot * field(batch, attention_jit.TABLE_WIDTH) + position // block_size
     block = load_i32(field(batch, attention_jit.BLOCK_TABLE) + 4 * table_index)
     store_i64(field(job, POSITIONS) + 8 * row, position)
-    store_i64(field(job, SLOTS) + 8 * row, block * block_size + position % block_size)
+    store_i64(field(job, KV_INDICES) + 8 * row, block * block_size + position % block_size)
     store_i32(seq_len, length)
     return load_i32(column(head, TOKENS, slot) + 4 * length)
 

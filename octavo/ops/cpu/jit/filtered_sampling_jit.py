@@ -2,7 +2,7 @@
 
 Each token has a key: its distance from the largest logit in logit units (octavo.ops), and the token
 in the low bits, so a smaller key is likelier. The keys of the tokens near the largest logit are
-collected in a heap and taken out in order until enough are kept. For a trained model that is some
+collected in a heap and popped in order until enough are kept. For a trained model that is some
 dozens of tokens out of the vocabulary.
 """
 
@@ -41,7 +41,7 @@ REACH_FACTOR = 2
 
 
 @intrinsic(INT, POINTER, FLOAT, FLOAT, FLOAT)
-def near(
+def mask_of_near(
     emitter: Emitter, logits: Value, largest: Value, units_per_logit: Value, reach: Value
 ) -> Value:
     """Return a bit for each of LANES logits: whether its distance may be at most `reach`."""
@@ -91,7 +91,7 @@ def collect_keys(
     while first_token < vocabulary:
         mask = (1 << min(LANES, vocabulary - first_token)) - 1
         if first_token + LANES <= vocabulary:
-            mask = near(logits + 4 * first_token, largest, units_per_logit, FLOAT(reach))
+            mask = mask_of_near(logits + 4 * first_token, largest, units_per_logit, FLOAT(reach))
         token = first_token
         while mask != 0:
             if mask & 1:
@@ -127,23 +127,23 @@ def sift_down(keys: int, root: int, count: int) -> None:
 
 
 @inner
-def take_smallest(keys: int, count: int, max_taken: int, max_weight: float) -> int:
-    """Take keys out of keys[0:count] in order, at least one, until there are `max_taken` or their
-    weights sum to `max_weight`. They stand at the end of the array, the smallest one last. Returns
-    their number."""
+def pop_smallest(keys: int, count: int, max_popped: int, max_weight: float) -> int:
+    """Pop keys from keys[0:count] in order, at least one, until there are `max_popped` or their
+    weights sum to `max_weight`. The popped keys are at the end of the array, the smallest one last.
+    Returns their number."""
     for root in range(count // 2 - 1, -1, -1):
         sift_down(keys, root, count)
-    taken = 0
+    popped = 0
     weight = 0.0
-    while taken == 0 or (taken < max_taken and weight < max_weight):
+    while popped == 0 or (popped < max_popped and weight < max_weight):
         smallest = load_i64(keys)
         weight += weight_of(smallest)
-        taken += 1
-        last = keys + 8 * (count - taken)
+        popped += 1
+        last = keys + 8 * (count - popped)
         store_i64(keys, load_i64(last))
         store_i64(last, smallest)
-        sift_down(keys, 0, count - taken)
-    return taken
+        sift_down(keys, 0, count - popped)
+    return popped
 
 
 @inner
@@ -153,10 +153,10 @@ def keep_top_p(keys: int, count: int, top_p: float) -> int:
     for index in range(count):
         total += weight_of(load_i64(keys + 8 * index))
     weight = 0.0
-    for taken in range(1, count + 1):
-        weight += weight_of(load_i64(keys + 8 * (count - taken)))
+    for popped in range(1, count + 1):
+        weight += weight_of(load_i64(keys + 8 * (count - popped)))
         if weight >= top_p * total:
-            return taken
+            return popped
     return count
 
 
@@ -195,10 +195,10 @@ def keep_likely(
         reach = min(reach * REACH_FACTOR, farthest)
     if not has_top_k and top_p >= 1:
         return 0, count
-    taken = take_smallest(keys, count, min(top_k, count), top_p * total)
+    popped = pop_smallest(keys, count, min(top_k, count), top_p * total)
     if top_p < 1 and total == math.inf:
-        taken = keep_top_p(keys + 8 * (count - taken), taken, top_p)
-    return count - taken, count
+        popped = keep_top_p(keys + 8 * (count - popped), popped, top_p)
+    return count - popped, count
 
 
 @inner

@@ -63,7 +63,7 @@ class Value:
             self.llvm.type, other
         ).llvm
 
-    def _do(self, other: Value | float, on_floats: str, on_ints: str) -> Value:
+    def _arithmetic(self, other: Value | float, on_floats: str, on_ints: str) -> Value:
         return Value(
             self.emitter,
             getattr(self.emitter.builder, on_floats if self.is_float else on_ints)(
@@ -72,16 +72,16 @@ class Value:
         )
 
     def __add__(self, other: Value | float) -> Value:
-        return self._do(other, "fadd", "add")
+        return self._arithmetic(other, "fadd", "add")
 
     def __sub__(self, other: Value | float) -> Value:
-        return self._do(other, "fsub", "sub")
+        return self._arithmetic(other, "fsub", "sub")
 
     def __mul__(self, other: Value | float) -> Value:
-        return self._do(other, "fmul", "mul")
+        return self._arithmetic(other, "fmul", "mul")
 
     def __truediv__(self, other: Value | float) -> Value:
-        return self._do(other, "fdiv", "sdiv")
+        return self._arithmetic(other, "fdiv", "sdiv")
 
     def __and__(self, other: Value | int) -> Value:
         return Value(self.emitter, self.emitter.builder.and_(*self._pair(other)))
@@ -113,14 +113,14 @@ class Variable:
 
     def __init__(self, emitter: Emitter, initial: Value):
         self.emitter = emitter
-        self.at = cgutils.alloca_once(emitter.builder, initial.llvm.type)
+        self.address = cgutils.alloca_once(emitter.builder, initial.llvm.type)
         self.set(initial)
 
     def get(self) -> Value:
-        return Value(self.emitter, self.emitter.builder.load(self.at))
+        return Value(self.emitter, self.emitter.builder.load(self.address))
 
     def set(self, value: Value) -> None:
-        self.emitter.builder.store(value.llvm, self.at)
+        self.emitter.builder.store(value.llvm, self.address)
 
 
 class Emitter:
@@ -333,11 +333,11 @@ class Emitter:
             self.minimum(exponent, self.constant(FLOATS, 88.0)), self.constant(FLOATS, -87.0)
         )
         power = self.round(exponent * 1.4426950408889634)
-        rest = self.fma(power, self.constant(FLOATS, -0.693359375), exponent)
-        rest = self.fma(power, self.constant(FLOATS, 2.12194440e-4), rest)
+        remainder = self.fma(power, self.constant(FLOATS, -0.693359375), exponent)
+        remainder = self.fma(power, self.constant(FLOATS, 2.12194440e-4), remainder)
         polynomial = self.constant(FLOATS, 1.0 / 720)
         for coefficient in (1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0):
-            polynomial = self.fma(polynomial, rest, self.constant(FLOATS, coefficient))
+            polynomial = self.fma(polynomial, remainder, self.constant(FLOATS, coefficient))
         return polynomial * ((self.to_int(power) + 127) << 23).bits(FLOATS)
 
     def dot4(self, sums: Value, unsigned: Value, signed: Value) -> Value:
@@ -374,7 +374,7 @@ def intrinsic(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], An
             result_value = write(emitter, *(Value(emitter, argument) for argument in args))
             return context.get_dummy_value() if result_value is None else result_value.llvm
 
-        def typed(typing_context: Any, *given: Any) -> Any:
+        def typed(typing_context: Any, *argument_types: Any) -> Any:
             return result(*arguments), codegen
 
         names = [

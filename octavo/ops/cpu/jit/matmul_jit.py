@@ -94,10 +94,10 @@ def quantize_strips(
             total = total + code
         for offset, code in enumerate(codes):
             emitter.store(emitter.narrow(code), quantized_row + strip * STRIP + offset * LANES)
-        amount = emitter.total(total)
+        code_sum = emitter.total(total)
         emitter.store(scale, scales + strip * 4)
-        emitter.store(amount, sums + strip * 4)
-        emitter.store(emitter.to_float(amount) * scale, products + strip * 4)
+        emitter.store(code_sum, sums + strip * 4)
+        emitter.store(emitter.to_float(code_sum) * scale, products + strip * 4)
 
 
 def tile_kernel(num_rows: int, bits: int, least: bool) -> Any:
@@ -161,11 +161,11 @@ def tile_kernel(num_rows: int, bits: int, least: bool) -> Any:
                         else packed & 15
                     )
                 for row in range(num_rows):
-                    four = emitter.splat(
+                    input_quad = emitter.splat(
                         emitter.load(row_starts[row] + input_offset + 4 * quad_index, i32)
                     ).bits(BYTES)
                     sums[row] = (emitter.dot4_signed if signed else emitter.dot4)(
-                        sums[row], quad, four
+                        sums[row], quad, input_quad
                     )
             group_scale = emitter.to_float(emitter.load(scale_base + offset, HALVES))
             group_least = (
@@ -181,10 +181,10 @@ def tile_kernel(num_rows: int, bits: int, least: bool) -> Any:
                 strip_sum = emitter.to_float(sums[row]) * strip_scale
                 result[row].set(emitter.fma(strip_sum, group_scale, result[row].get()))
             next_strip = strip_of_group.get() + 1
-            ends = next_strip.compare("==", strips_per_group)
+            group_ends = next_strip.compare("==", strips_per_group)
             zero = emitter.constant(i64, 0)
-            strip_of_group.set(emitter.select(ends, zero, next_strip))
-            step = emitter.select(ends, emitter.constant(i64, 2 * LANES), zero)
+            strip_of_group.set(emitter.select(group_ends, zero, next_strip))
+            step = emitter.select(group_ends, emitter.constant(i64, 2 * LANES), zero)
             info_offset.set(offset + step)
         for row in range(num_rows):
             emitter.store(result[row].get(), outputs + output_stride * row)

@@ -79,7 +79,7 @@ def candidates(
 def largest_of(emitter: Emitter, logits: Value, vectors: Value) -> Value:
     """Return the largest of LANES * vectors logits, or NaN if there is one."""
     largest = emitter.variable(emitter.constant(FLOATS, -math.inf))
-    # NaN minus itself is NaN, and so is infinity minus itself: only NaN is wanted.
+    # Infinity minus itself is NaN too, so NaN is found by comparing instead of subtracting.
     nan_found = emitter.variable(emitter.constant(FLOATS, 0.0))
     with emitter.loop(vectors) as index:
         vector = emitter.load(logits + index * (4 * LANES), FLOATS)
@@ -90,9 +90,9 @@ def largest_of(emitter: Emitter, logits: Value, vectors: Value) -> Value:
 
 
 @intrinsic(INT, POINTER, FLOAT)
-def lanes_equal(emitter: Emitter, logits: Value, wanted: Value) -> Value:
+def lanes_equal(emitter: Emitter, logits: Value, value: Value) -> Value:
     """Return a bit for each of LANES logits: whether it has this value."""
-    mask = emitter.load(logits, FLOATS).compare("==", emitter.splat(wanted)).llvm
+    mask = emitter.load(logits, FLOATS).compare("==", emitter.splat(value)).llvm
     bits = emitter.builder.bitcast(mask, ir.IntType(LANES))
     return Value(emitter, emitter.builder.zext(bits, i64))
 

@@ -13,11 +13,11 @@ from octavo.ops.cpu.jit.decoder_jit import (
     BATCH,
     HIDDEN_SIZE,
     INPUT,
+    KV_INDICES,
     NUM_ROWS,
     OUTPUT,
     PHASES_PER_LAYER,
     POSITIONS,
-    SLOTS,
     STEP_RECORD,
     decode,
     dequantize_row,
@@ -41,16 +41,16 @@ from octavo.ops.cpu.jit.sampling_jit import likeliest_token, noise_key_of
 # The record of a step: int64.
 (
     ROW_SLOTS,  # int32 [rows]: the slot of each row
-    ROW_LENGTHS,  # int32 [rows]: the positions up to each row and with it, written by the step
-    OFFSETS,  # int32 [rows]: the place of a row among those of its sequence
+    ROW_LENGTHS,  # int32 [rows]: positions including the row's token, written by the step
+    OFFSETS,  # int32 [rows]: the index of a row among those of its sequence
     EMBEDDING,  # the record of the embedding
     EMBEDDING_SCALE,  # float32
     HEAD,  # the record of the output head
     IDS,  # int64 [rows]: the tokens that are read, written by the step
     LOGITS,  # float32 [rows, vocabulary]
     SAMPLED,  # int32 [rows]: the sampled tokens
-    DIFFERS,  # int32 [rows]: whether a sampled token is another one than the draft in its place
-    KEPT,  # int32 [rows]: whether all drafts before a row were right
+    DIFFERS,  # int32 [rows]: whether the sampled token differs from the draft at its position
+    KEPT,  # int32 [rows]: whether all drafts up to the row's token were accepted
     SLOT_STRIDE,  # of the following, in entries: they are columns of one table, with a row per slot
     TOKENS,  # int32: the first token of each slot
     COMPUTED,  # int32: positions whose KV is computed
@@ -96,7 +96,7 @@ def group_rows(batch: int, step: int, num_rows: int) -> None:
 
 @inner
 def read_tokens(worker: int, job: int, step: int) -> None:
-    """Write the token, the position and the place in the cache of each row, and its embedding."""
+    """Write the token, the position, the KV index and the embedding of each row."""
     batch = field(job, BATCH)
     num_rows = field(job, NUM_ROWS)
     hidden_size = field(job, HIDDEN_SIZE)
@@ -115,7 +115,7 @@ def read_tokens(worker: int, job: int, step: int) -> None:
         block = load_i32(field(batch, attention_jit.BLOCK_TABLE) + 4 * table_index)
         store_i64(field(step, IDS) + 8 * row, token)
         store_i64(field(job, POSITIONS) + 8 * row, position)
-        store_i64(field(job, SLOTS) + 8 * row, block * block_size + position % block_size)
+        store_i64(field(job, KV_INDICES) + 8 * row, block * block_size + position % block_size)
         store_i32(field(step, ROW_LENGTHS) + 4 * row, position + 1)
         hidden = field(job, INPUT) + row * hidden_size * 4
         dequantize_row(field(step, EMBEDDING), token, hidden, scale)
@@ -153,9 +153,9 @@ def sample_rows(worker: int, job: int, step: int) -> None:
                 load_i32(column(step, MAX_DISTANCE, slot)),
                 keys,
             )
-        place = column(step, TOKENS, slot) + 4 * length
-        store_i32(field(step, DIFFERS) + 4 * row, 1 if load_i32(place) != token else 0)
-        store_i32(place, token)
+        token_address = column(step, TOKENS, slot) + 4 * length
+        store_i32(field(step, DIFFERS) + 4 * row, 1 if load_i32(token_address) != token else 0)
+        store_i32(token_address, token)
         store_i32(field(step, SAMPLED) + 4 * row, token)
         row = thread_barrier.take_piece(worker, num_rows)
     thread_barrier.finish_phase(worker, num_rows)

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inputs
 from octavo.ops.triton.fused_kernels import code_of
 from octavo.ops.triton.quant.packed_weight import TritonWeight
-from octavo.ops.triton.quant.quant_gemm import Gemm, cut, write
+from octavo.ops.triton.quant.quant_gemm import Gemm, plan_splits, write_tile
 from octavo.ops.triton.quant.wide_gemm import Codes, wide_product
 
 
@@ -178,7 +178,7 @@ def bytes_kernel(
     if not IS_GROUPED:
         accumulator *= tl.load(info_ptr + output_index)[:, None]
         accumulator *= tl.load(input_scale_ptr + row_index)[None, :]
-    write(
+    write_tile(
         accumulator,
         bias_ptr,
         output_ptr,
@@ -216,9 +216,9 @@ def rounded(
     if tile is None:
         rows = Codes(codes, scale)
         return wide_product(
-            rows, Codes(weight_codes, weight.info), output, bias, adds=residual is not None
+            rows, Codes(weight_codes, weight.info), output, bias, add_residual=residual is not None
         )
-    num_tiles, num_splits, partial = cut(num_rows, weight, tile)
+    num_tiles, num_splits, partial = plan_splits(num_rows, weight, tile)
     bytes_kernel[num_tiles, num_splits](
         codes,
         scale,

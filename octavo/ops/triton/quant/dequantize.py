@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.dependent_launch import AVAILABLE, LAUNCH, start_next, wait_for_inputs
+from octavo.ops.triton.dependent_launch import HOPPER_OR_LATER, LAUNCH, start_next, wait_for_inputs
 from octavo.ops.triton.quant.packed_weight import TritonWeight
 from octavo.ops.triton.quant.weight_codes import INT4, floats, info_of
 
@@ -123,7 +123,7 @@ def expand(
         token_ids is not None,
         tile_rows,
         threads,
-        AVAILABLE,
+        HOPPER_OR_LATER,
         num_warps=4,
         enable_fp_fusion=False,
         **LAUNCH,

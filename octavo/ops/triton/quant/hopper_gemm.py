@@ -2,8 +2,8 @@
 
 This is the algorithm of quant_gemm.py in Gluon, Triton's language with explicit waits and layouts.
 Triton decides itself when to wait for the tensor cores. With weights in registers that is wrong
-unless every round waits (`_finished` in quant_gemm.py), and then the tensor cores idle while
-weights are dequantised. Here a step is 64 inputs, and two sets of registers alternate:
+unless every round waits (`_wait_for_tensor_cores` in quant_gemm.py), and then the tensor cores idle
+while weights are dequantised. Here a step is 64 inputs, and two sets of registers alternate:
 
     threads         dequantise 1 | wait for 0 | dequantise 2 | wait for 1 | dequantise 3 | ...
     tensor cores    0 ------------------------|1 ------------------------|2 ------------- ...
@@ -35,7 +35,7 @@ from triton.language.extra import cuda
 
 from octavo.ops.triton.dependent_launch import LAUNCH
 from octavo.ops.triton.quant.packed_weight import LOCKS, TritonWeight
-from octavo.ops.triton.quant.quant_gemm import PROCESSORS
+from octavo.ops.triton.quant.quant_gemm import MULTIPROCESSORS
 from octavo.ops.triton.quant.weight_codes import BYTES, E4M3, FP8, INT4
 from octavo.ops.weight import WeightFormat
 
@@ -46,8 +46,8 @@ SHARED = 228 << 10
 RESERVED = 2 << 10
 SPLITS = (1, 2, 4, 8)
 # The costs of starting a program and of adding the parts of a split tile, in steps.
-STARTING = 2
-ADDING = 12
+START_COST = 2
+JOIN_COST = 12
 # The words of a block for one output: one step of 8-bit codes, or two steps of 4-bit codes.
 WORDS = gl.constexpr(32)
 
@@ -98,7 +98,7 @@ HIGH = _nibbles(2)
 
 
 @gluon.jit
-def _weights(words, scale, HALF: gl.constexpr, KIND: gl.constexpr, OPERAND: gl.constexpr):
+def _dequantize(words, scale, HALF: gl.constexpr, KIND: gl.constexpr, OPERAND: gl.constexpr):
     """The words of a block [N, 32] -> the weights of a step [N, 64].
 
     For 8-bit codes a step is the whole block. For 4-bit codes it is the first or second half, and
@@ -120,7 +120,7 @@ def _weights(words, scale, HALF: gl.constexpr, KIND: gl.constexpr, OPERAND: gl.c
 
 
 @gluon.constexpr_function
-def _pairs(num_outputs, num_warps):
+def _pair_layout(num_outputs, num_warps):
     """Return the layout of the words [outputs / 16, 8] that hold the scales of outputs n and n + 8.
 
     Each word is in the threads that dequantise these outputs.
@@ -134,7 +134,7 @@ def _pairs(num_outputs, num_warps):
 
 
 @gluon.jit
-def _info(info_ptr, block, info_width, KIND: gl.constexpr):
+def _load_info(info_ptr, block, info_width, KIND: gl.constexpr):
     """Load the scales of a block. It is called ahead of their use, to hide the latency."""
     if KIND == INT4:
         return gl.load(info_ptr + block * info_width)
@@ -238,7 +238,7 @@ def _refill(
 
 
 @gluon.jit
-def _made(
+def _wait_for_weights(
     weight_ring,
     ready_barriers,
     step,
@@ -251,13 +251,13 @@ def _made(
     STAGES: gl.constexpr = ready_barriers.shape[0]
     mbarrier.wait(ready_barriers.index(step % STAGES), step // STAGES & 1)
     block = step // 2 if KIND == INT4 else step
-    return _weights(
+    return _dequantize(
         weight_ring.index(block % weight_ring.shape[0]).load(OPERAND), scale, HALF, KIND, OPERAND
     )
 
 
 @gluon.jit
-def _start(weights, input_ring, step, accumulator):
+def _start_product(weights, input_ring, step, accumulator):
     """Start the product of a step, which is added to accumulator [N, M]."""
     return warpgroup_mma(
         weights,
@@ -268,7 +268,9 @@ def _start(weights, input_ring, step, accumulator):
 
 
 @gluon.jit
-def _place(TILE_OUTPUTS: gl.constexpr, first_row, NUM_ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def _partial_offsets(
+    TILE_OUTPUTS: gl.constexpr, first_row, NUM_ROWS: gl.constexpr, LAYOUT: gl.constexpr
+):
     """Return the offsets of a tile's partial sums in memory, for NUM_ROWS rows from first_row on.
 
     Sums that a warp accesses at the same time are neighbours.
@@ -285,7 +287,7 @@ def _place(TILE_OUTPUTS: gl.constexpr, first_row, NUM_ROWS: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def _shared(
+def _join_splits(
     accumulator,
     partial_ptr,
     lock_ptr,
@@ -303,7 +305,7 @@ def _shared(
     gl.store(
         partial_ptr
         + part * (TILE_ROWS * TILE_OUTPUTS)
-        + _place(TILE_OUTPUTS, 0, TILE_ROWS, FULL_LAYOUT),
+        + _partial_offsets(TILE_OUTPUTS, 0, TILE_ROWS, FULL_LAYOUT),
         accumulator,
     )
     gl.thread_barrier()
@@ -311,7 +313,7 @@ def _shared(
     while arrived < SPLIT:
         arrived = gl.atomic_add(lock_ptr, 0)
     ROWS: gl.constexpr = TILE_ROWS // SPLIT
-    share_ptr = partial_ptr + _place(TILE_OUTPUTS, part * ROWS, ROWS, LAYOUT)
+    share_ptr = partial_ptr + _partial_offsets(TILE_OUTPUTS, part * ROWS, ROWS, LAYOUT)
     total = gl.load(share_ptr, cache_modifier=".cg")
     for other_part in gl.static_range(1, SPLIT):
         total += gl.load(share_ptr + other_part * (TILE_ROWS * TILE_OUTPUTS), cache_modifier=".cg")
@@ -390,7 +392,7 @@ def hopper_kernel(
             input_desc, input_ring, ready_barriers, first_row, first_step, step, step < num_steps
         )
     if KIND == INT4:
-        PAIR_LAYOUT: gl.constexpr = _pairs(TILE_OUTPUTS, WARPS)
+        PAIR_LAYOUT: gl.constexpr = _pair_layout(TILE_OUTPUTS, WARPS)
         sixteen_offsets = gl.arange(
             0, TILE_OUTPUTS // 16, gl.SliceLayout(1, PAIR_LAYOUT)
         ).expand_dims(1)
@@ -402,10 +404,10 @@ def hopper_kernel(
         )
     else:
         tile_info_ptr = info_ptr
-    scale = _scales(_info(tile_info_ptr, 0, info_width, KIND), KIND, OPERAND_LAYOUT)
-    next_info = _info(tile_info_ptr, gl.minimum(1, num_steps // 2 - 1), info_width, KIND)
-    even_weights = _made(weight_ring, ready_barriers, 0, scale, 0, KIND, OPERAND_LAYOUT)
-    accumulator = _start(
+    scale = _scales(_load_info(tile_info_ptr, 0, info_width, KIND), KIND, OPERAND_LAYOUT)
+    next_info = _load_info(tile_info_ptr, gl.minimum(1, num_steps // 2 - 1), info_width, KIND)
+    even_weights = _wait_for_weights(weight_ring, ready_barriers, 0, scale, 0, KIND, OPERAND_LAYOUT)
+    accumulator = _start_product(
         even_weights,
         input_ring,
         0,
@@ -413,8 +415,10 @@ def hopper_kernel(
     )
     accumulator, even_weights = warpgroup_mma_wait(1, deps=[accumulator, even_weights])
     for step in range(0, num_steps - 2, 2):
-        odd_weights = _made(weight_ring, ready_barriers, step + 1, scale, 1, KIND, OPERAND_LAYOUT)
-        accumulator = _start(odd_weights, input_ring, step + 1, accumulator)
+        odd_weights = _wait_for_weights(
+            weight_ring, ready_barriers, step + 1, scale, 1, KIND, OPERAND_LAYOUT
+        )
+        accumulator = _start_product(odd_weights, input_ring, step + 1, accumulator)
         accumulator, even_weights = warpgroup_mma_wait(1, deps=[accumulator, even_weights])
         _refill(
             weight_desc,
@@ -431,11 +435,13 @@ def hopper_kernel(
             KIND,
         )
         scale = _scales(next_info, KIND, OPERAND_LAYOUT)
-        next_info = _info(
+        next_info = _load_info(
             tile_info_ptr, gl.minimum(step // 2 + 2, num_steps // 2 - 1), info_width, KIND
         )
-        even_weights = _made(weight_ring, ready_barriers, step + 2, scale, 0, KIND, OPERAND_LAYOUT)
-        accumulator = _start(even_weights, input_ring, step + 2, accumulator)
+        even_weights = _wait_for_weights(
+            weight_ring, ready_barriers, step + 2, scale, 0, KIND, OPERAND_LAYOUT
+        )
+        accumulator = _start_product(even_weights, input_ring, step + 2, accumulator)
         accumulator, odd_weights = warpgroup_mma_wait(1, deps=[accumulator, odd_weights])
         _refill(
             weight_desc,
@@ -451,8 +457,10 @@ def hopper_kernel(
             (STAGES + 1) % 2,
             KIND,
         )
-    odd_weights = _made(weight_ring, ready_barriers, num_steps - 1, scale, 1, KIND, OPERAND_LAYOUT)
-    accumulator = _start(odd_weights, input_ring, num_steps - 1, accumulator)
+    odd_weights = _wait_for_weights(
+        weight_ring, ready_barriers, num_steps - 1, scale, 1, KIND, OPERAND_LAYOUT
+    )
+    accumulator = _start_product(odd_weights, input_ring, num_steps - 1, accumulator)
     accumulator, even_weights, odd_weights = warpgroup_mma_wait(
         0, deps=[accumulator, even_weights, odd_weights]
     )
@@ -469,7 +477,7 @@ def hopper_kernel(
             output_desc, [first_row, first_output], residual_barrier, output_buffer
         )
     if NUM_SPLITS > 1:
-        accumulator = _shared(
+        accumulator = _join_splits(
             accumulator,
             partial_ptr + tile.to(gl.int64) * (NUM_SPLITS * TILE_ROWS * TILE_OUTPUTS),
             locks_ptr + tile,
@@ -493,7 +501,7 @@ def hopper_kernel(
     tma.store_wait(0)
 
 
-def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _tma_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a TMA descriptor of a tensor, for copies of [rows, columns]."""
     element_type = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.int16
     return TensorDescriptor.from_tensor(
@@ -501,7 +509,7 @@ def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     )
 
 
-def known(weight_format: WeightFormat) -> bool:
+def hopper_supports_format(weight_format: WeightFormat) -> bool:
     """Whether a format is supported: groups of 128 inputs or whole rows, without minima."""
     return (
         HOPPER
@@ -514,18 +522,18 @@ def known(weight_format: WeightFormat) -> bool:
     )
 
 
-def fits(dtype: torch.dtype, weight: TritonWeight) -> bool:
+def hopper_supports(dtype: torch.dtype, weight: TritonWeight) -> bool:
     """Whether a product is supported: it must consist of whole tiles and pairs of steps."""
     num_outputs, num_inputs = weight.shape
     return (
-        known(weight.format)
+        hopper_supports_format(weight.format)
         and dtype == torch.bfloat16
         and num_outputs % 128 == 0
         and num_inputs % (2 * STEP.value) == 0
     )
 
 
-def fastest(num_rows: int, num_outputs: int, num_inputs: int) -> Hopper:
+def fastest_hopper_tiling(num_rows: int, num_outputs: int, num_inputs: int) -> Hopper:
     """Return the tile size and the number of splits with the smallest estimated time."""
     num_steps = num_inputs // STEP.value
 
@@ -533,11 +541,11 @@ def fastest(num_rows: int, num_outputs: int, num_inputs: int) -> Hopper:
         num_tiles = num_outputs // config.outputs * triton.cdiv(num_rows, config.rows)
         if (config.split > 1 and num_tiles > LOCKS) or num_steps % (2 * config.split):
             return 1 << 60
-        rounds = triton.cdiv(num_tiles * config.split, PROCESSORS * config.resident)
+        rounds = triton.cdiv(num_tiles * config.split, MULTIPROCESSORS * config.resident)
         return (
             config.cost
             * rounds
-            * (num_steps // config.split + STARTING + ADDING * (config.split > 1))
+            * (num_steps // config.split + START_COST + JOIN_COST * (config.split > 1))
         )
 
     return min((config._replace(split=split) for config in TILES for split in SPLITS), key=cost)
@@ -562,9 +570,9 @@ def hopper(
         else None
     )
     hopper_kernel[num_tiles * num_splits,](
-        _described(hidden, config.rows, STEP.value),
-        _described(weight.words, config.outputs, WORDS.value),
-        _described(output, config.rows // num_splits, config.outputs),
+        _tma_descriptor(hidden, config.rows, STEP.value),
+        _tma_descriptor(weight.words, config.outputs, WORDS.value),
+        _tma_descriptor(output, config.rows // num_splits, config.outputs),
         weight.info,
         bias,
         partial,

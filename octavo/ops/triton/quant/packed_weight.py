@@ -1,8 +1,8 @@
 """Quantised weights in the order in which the GPU kernels read them.
 
 octavo.ops.weight defines the meaning of codes. The codes of a row are in words of 16 bits, with 2
-or 4 codes in a word, and in blocks of 32 words. Part j of the words of a block are the j-th 32
-inputs of the block. So a kernel unpacks a word by shifting and multiplies each part with 32
+or 4 codes in a word, and in blocks of 32 words. The parts j of the words of a block are its
+j-th 32 inputs. So a kernel unpacks a word by shifting and multiplies each part with 32
 neighbouring inputs:
 
     8 bits   word i of block b:   inputs 64 b + i (low byte), 64 b + 32 + i

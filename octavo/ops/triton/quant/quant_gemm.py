@@ -12,15 +12,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.dependent_launch import AVAILABLE, LAUNCH, fetch, start_next, wait_for_inputs
+from octavo.ops.triton.dependent_launch import (
+    HOPPER_OR_LATER,
+    LAUNCH,
+    prefetch_l2,
+    start_next,
+    wait_for_inputs,
+)
 from octavo.ops.triton.quant.packed_weight import LOCKS, WORDS, TritonWeight
 from octavo.ops.triton.quant.weight_codes import INT4, halves, info_of_tile
 
-PROCESSORS = (
+MULTIPROCESSORS = (
     torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 2
 )
 # The cost of starting and ending a program, in blocks. It prevents too many splits.
-PROLOGUE = 6
+START_COST = 6
 
 
 class Gemm(NamedTuple):
@@ -34,17 +40,19 @@ class Gemm(NamedTuple):
     blocks: int  # the number of blocks of weights in a round
     stages: int  # the number of rounds in the pipeline
     resident: int  # the number of programs that fit on a multiprocessor
-    after: bool = False  # scale sums instead of weights, for groups as long as a block
-    tall: int = 16  # outputs of a warp; four warps of 16 share one tensor core instruction
+    scale_sums: bool = False  # scale sums instead of weights, for groups as long as a block
+    outputs_per_warp: int = (
+        16  # outputs of a warp; four warps of 16 share one tensor core instruction
+    )
     splits: int = 0  # programs that share a tile; 0: as many as the number of rows allows
 
     @property
     def warps(self) -> int:
-        return self.outputs // self.tall
+        return self.outputs // self.outputs_per_warp
 
 
 @triton.jit
-def _beside(left, right):
+def _concat(left, right):
     """left [N, K] and right [N, K] -> [N, 2 K]. All elements stay in their registers."""
     return tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
 
@@ -99,12 +107,12 @@ def _block(
             part1 = _scaled(part1, info_ptr, block * 4 + 1, info_width, ASYMMETRIC, 8)
             part2 = _scaled(part2, info_ptr, block * 4 + 2, info_width, ASYMMETRIC, 8)
             part3 = _scaled(part3, info_ptr, block * 4 + 3, info_width, ASYMMETRIC, 8)
-        low = _beside(part0, part1)
-        high = _beside(part2, part3)
+        low = _concat(part0, part1)
+        high = _concat(part2, part3)
         if GROUP_SIZE == 64:
             low = _scaled(low, info_ptr, block * 2, info_width, ASYMMETRIC, 8)
             high = _scaled(high, info_ptr, block * 2 + 1, info_width, ASYMMETRIC, 8)
-        weights = _beside(low, high)
+        weights = _concat(low, high)
         if GROUP_SIZE == 128:
             weights = _scaled(weights, info_ptr, block, info_width, ASYMMETRIC, 8)
         return weights
@@ -116,11 +124,11 @@ def _block(
         if GROUP_SIZE == 16:
             part0 = _scaled_by_two(part0, info_ptr, block * 4, info_width, ASYMMETRIC)
             part1 = _scaled_by_two(part1, info_ptr, block * 4 + 2, info_width, ASYMMETRIC)
-        return _beside(part0, part1)
+        return _concat(part0, part1)
 
 
 @triton.jit
-def write(
+def write_tile(
     accumulator,
     bias_ptr,
     output_ptr,
@@ -213,7 +221,7 @@ def _store(
 
 
 @triton.jit
-def _finished(accumulator, USE_ASM: tl.constexpr):
+def _wait_for_tensor_cores(accumulator, USE_ASM: tl.constexpr):
     """Wait for the tensor cores.
 
     Triton 3.6 lets a product run into the next round, where the registers of its weights are
@@ -288,7 +296,7 @@ def gemm_kernel(
     begin = tl.program_id(1) * split_blocks
     end = tl.minimum(begin + split_blocks, num_blocks)
     row_ptr = words_ptr + output_index.to(tl.int64) * num_blocks * 32
-    fetch(
+    prefetch_l2(
         row_ptr[:, None]
         + tl.minimum(begin * 32 + tl.arange(0, PREFETCH_LINES) * 64, num_blocks * 32 - 1)[None, :]
     )
@@ -348,10 +356,10 @@ def gemm_kernel(
                 accumulator += tl.dot(weights, values, input_precision="ieee") * scale
             else:
                 accumulator = tl.dot(weights, values, accumulator, input_precision="ieee")
-        accumulator = _finished(accumulator, USE_ASM)
+        accumulator = _wait_for_tensor_cores(accumulator, USE_ASM)
     if GROUP_SIZE == 0:
         accumulator *= tl.load(tile_info_ptr)
-    write(
+    write_tile(
         accumulator,
         bias_ptr,
         output_ptr,
@@ -378,7 +386,7 @@ def gemm(
     (num_outputs, num_inputs) = weight.shape
     weight_format = weight.format
     output = hidden.new_empty(num_rows, num_outputs) if residual is None else residual
-    num_tiles, num_splits, partial = cut(num_rows, weight, config)
+    num_tiles, num_splits, partial = plan_splits(num_rows, weight, config)
     gemm_kernel[num_tiles, num_splits](
         hidden,
         weight.words,
@@ -402,11 +410,11 @@ def gemm(
         config.outputs,
         config.blocks,
         num_splits > 1,
-        config.after and weight_format.group_size == 128 and not weight_format.asymmetric,
+        config.scale_sums and weight_format.group_size == 128 and not weight_format.asymmetric,
         num_inputs % (config.blocks * WORDS * weight.parts) == 0,
         triton.next_power_of_2(max(1, config.blocks * (config.stages - 1) // 2)),
         config.stages,
-        AVAILABLE and hidden.dtype != torch.float32,
+        HOPPER_OR_LATER and hidden.dtype != torch.float32,
         num_warps=config.warps,
         num_stages=config.stages,
         **LAUNCH,
@@ -414,17 +422,19 @@ def gemm(
     return output
 
 
-def cut(num_rows: int, weight: TritonWeight, config: Gemm) -> tuple[int, int, Tensor | None]:
+def plan_splits(
+    num_rows: int, weight: TritonWeight, config: Gemm
+) -> tuple[int, int, Tensor | None]:
     """Return the number of tiles, the number of splits, and memory for the parts of split tiles.
 
     The number of splits minimises the work of the slowest multiprocessor.
     """
     num_tiles = triton.cdiv(weight.shape[0], config.outputs) * triton.cdiv(num_rows, config.rows)
-    num_slots = PROCESSORS * config.resident
+    num_slots = MULTIPROCESSORS * config.resident
 
     def cost(num_splits: int) -> int:
         return triton.cdiv(num_tiles * num_splits, num_slots) * (
-            triton.cdiv(weight.blocks, num_splits * config.blocks) * config.blocks + PROLOGUE
+            triton.cdiv(weight.blocks, num_splits * config.blocks) * config.blocks + START_COST
         )
 
     num_splits = config.splits

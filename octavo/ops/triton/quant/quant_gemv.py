@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.triton.dependent_launch import AVAILABLE, LAUNCH, start_next, wait_for_inputs
+from octavo.ops.triton.dependent_launch import HOPPER_OR_LATER, LAUNCH, start_next, wait_for_inputs
 from octavo.ops.triton.quant.packed_weight import TritonWeight
-from octavo.ops.triton.quant.weight_codes import INT4, dot_of_halves, floats, info_of, two_halves
+from octavo.ops.triton.quant.weight_codes import INT4, dot_of_halves, floats, info_of, pack_halves
 
 
 class Gemv(NamedTuple):
@@ -23,7 +23,7 @@ class Gemv(NamedTuple):
 
 
 @triton.jit
-def _two(pairs, DTYPE: tl.constexpr):
+def _unpack_pair(pairs, DTYPE: tl.constexpr):
     """Integers that hold two numbers each -> the two numbers as float32"""
     if DTYPE.primitive_bitwidth == 16:
         first = pairs.to(tl.int16)
@@ -37,7 +37,7 @@ def _two(pairs, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _in_floats(
+def _multiply_in_float32(
     codes,
     input_ptr,
     input_pairs,
@@ -77,7 +77,7 @@ def _in_floats(
     values = floats(codes, KIND, USE_ASM)
     total = tl.zeros([TILE_OUTPUTS, THREADS], tl.float32)
     for part in tl.static_range(PARTS):
-        first, second = _two(
+        first, second = _unpack_pair(
             tl.load(
                 input_ptr + input_pairs + 16 * part,
                 mask=_below(input_pairs + 16 * part, num_input_pairs, EVEN),
@@ -114,7 +114,7 @@ def _in_floats(
 
 
 @triton.jit
-def _in_halves(
+def _multiply_in_float16(
     codes,
     input_ptr,
     input_pairs,
@@ -129,18 +129,18 @@ def _in_halves(
     THREADS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Do what _in_floats does for 4-bit codes in groups of 128, with half the instructions.
+    """Do _multiply_in_float32 for 4-bit codes in groups of 128, with half the instructions.
 
     Sixteen products at a time are added in float16, the rest in float32. The 32 inputs of a thread
     are first multiplied by a power of two, so that the largest is about 2^14.
     """
     TILE_OUTPUTS: tl.constexpr = codes.shape[0]
     DTYPE: tl.constexpr = output_ptr.dtype.element_ty
-    first0, second0 = _two(
+    first0, second0 = _unpack_pair(
         tl.load(input_ptr + input_pairs, mask=_below(input_pairs, num_input_pairs, EVEN), other=0),
         DTYPE,
     )
-    first1, second1 = _two(
+    first1, second1 = _unpack_pair(
         tl.load(
             input_ptr + input_pairs + 16,
             mask=_below(input_pairs + 16, num_input_pairs, EVEN),
@@ -148,7 +148,7 @@ def _in_halves(
         ),
         DTYPE,
     )
-    first2, second2 = _two(
+    first2, second2 = _unpack_pair(
         tl.load(
             input_ptr + input_pairs + 32,
             mask=_below(input_pairs + 32, num_input_pairs, EVEN),
@@ -156,7 +156,7 @@ def _in_halves(
         ),
         DTYPE,
     )
-    first3, second3 = _two(
+    first3, second3 = _unpack_pair(
         tl.load(
             input_ptr + input_pairs + 48,
             mask=_below(input_pairs + 48, num_input_pairs, EVEN),
@@ -165,8 +165,8 @@ def _in_halves(
         DTYPE,
     )
     largest = tl.maximum(
-        tl.maximum(_larger(first0, second0), _larger(first1, second1)),
-        tl.maximum(_larger(first2, second2), _larger(first3, second3)),
+        tl.maximum(_larger_magnitude(first0, second0), _larger_magnitude(first1, second1)),
+        tl.maximum(_larger_magnitude(first2, second2), _larger_magnitude(first3, second3)),
     )
     # Clearing the mantissa rounds the largest input down to a power of two.
     largest = tl.max(largest.reshape(THREADS, 4), 1).to(tl.int32, bitcast=True) & 0x7F800000
@@ -175,12 +175,12 @@ def _in_halves(
     factor = (0x7F000000 - largest).to(tl.float32, bitcast=True) * 16384.0
     factor = tl.broadcast_to(factor[:, None], (THREADS, 4)).reshape(THREADS * 4)
     factor_sixteenth = factor * 0.0625
-    inputs0 = two_halves(first0 * factor, second0 * factor).reshape(1, THREADS, 4)
-    inputs1 = two_halves(first1 * factor_sixteenth, second1 * factor_sixteenth).reshape(
+    inputs0 = pack_halves(first0 * factor, second0 * factor).reshape(1, THREADS, 4)
+    inputs1 = pack_halves(first1 * factor_sixteenth, second1 * factor_sixteenth).reshape(
         1, THREADS, 4
     )
-    inputs2 = two_halves(first2 * factor, second2 * factor).reshape(1, THREADS, 4)
-    inputs3 = two_halves(first3 * factor_sixteenth, second3 * factor_sixteenth).reshape(
+    inputs2 = pack_halves(first2 * factor, second2 * factor).reshape(1, THREADS, 4)
+    inputs3 = pack_halves(first3 * factor_sixteenth, second3 * factor_sixteenth).reshape(
         1, THREADS, 4
     )
     result = dot_of_halves(
@@ -203,7 +203,7 @@ def _in_halves(
 
 
 @triton.jit
-def _part(
+def _partial_sums(
     codes,
     input_ptr,
     start,
@@ -227,7 +227,7 @@ def _part(
     input_pairs = start * (4 if KIND == INT4 else 2) + first_pairs
     blocks = tl.minimum(start + tl.arange(0, THREADS) * 4, row_pairs - 1) // 16
     if HALVES:
-        return _in_halves(
+        return _multiply_in_float16(
             codes,
             input_ptr,
             input_pairs,
@@ -243,7 +243,7 @@ def _part(
             EVEN,
         )
     else:
-        return _in_floats(
+        return _multiply_in_float32(
             codes,
             input_ptr,
             input_pairs,
@@ -273,7 +273,7 @@ def _below(index, limit, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _larger(first, second):
+def _larger_magnitude(first, second):
     return tl.maximum(tl.abs(first), tl.abs(second))
 
 
@@ -326,7 +326,7 @@ def gemv_kernel(
             mask=in_range & _below(start + pair_offsets, row_pairs, EVEN)[None, :],
             other=0,
         )
-        total += _part(
+        total += _partial_sums(
             codes,
             input_ptr,
             start - THREADS * 4,
@@ -347,7 +347,7 @@ def gemv_kernel(
             HALVES,
         )
         codes = next_codes
-    total += _part(
+    total += _partial_sums(
         codes,
         input_ptr,
         tl.cdiv(row_pairs, THREADS * 4) * THREADS * 4 - THREADS * 4,
@@ -415,9 +415,9 @@ def gemv(
         residual is not None,
         config.outputs,
         32 * config.warps,
-        AVAILABLE,
+        HOPPER_OR_LATER,
         even,
-        AVAILABLE
+        HOPPER_OR_LATER
         and weight_format.bits == 4
         and weight_format.group_size == 128
         and hidden.dtype != torch.float32,

@@ -181,7 +181,7 @@ NIBBLES_DOT_REGISTERS = tl.constexpr("=f" + 20 * ",r")
 
 
 @triton.jit
-def _four(values):
+def _split_in_four(values):
     """values [N, V, 4] -> four parts [N, V], all in the same thread"""
     even, odd = tl.split(values.reshape(values.shape[0], values.shape[1], 2, 2))
     part0, part2 = tl.split(even)
@@ -197,11 +197,11 @@ def dot_of_halves(pairs, inputs0, inputs1, inputs2, inputs3):
     two float16 each: the inputs of the first, second, third and fourth parts of the words. inputs1
     and inputs3 must be divided by 16.
     """
-    words = _four(pairs)
-    first = _four(inputs0)
-    second = _four(inputs1)
-    third = _four(inputs2)
-    fourth = _four(inputs3)
+    words = _split_in_four(pairs)
+    first = _split_in_four(inputs0)
+    second = _split_in_four(inputs1)
+    third = _split_in_four(inputs2)
+    fourth = _split_in_four(inputs3)
     operands = [
         words[0],
         words[1],
@@ -230,7 +230,7 @@ def dot_of_halves(pairs, inputs0, inputs1, inputs2, inputs3):
 
 
 @triton.jit
-def two_halves(low, high):
+def pack_halves(low, high):
     """float32 low and high -> one int32 of two float16"""
     return tl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, is_pure=True, pack=1
@@ -354,7 +354,9 @@ def info_of(info_ptr, output_offsets, group, info_width, in_range, ASYMMETRIC: t
     A symmetric format returns the scale twice.
     """
     if info_ptr.dtype.element_ty == tl.float32:
-        return _wide(info_ptr + output_offsets, group, info_width, in_range, ASYMMETRIC)
+        return _load_float32_info(
+            info_ptr + output_offsets, group, info_width, in_range, ASYMMETRIC
+        )
     elif ASYMMETRIC:
         word = tl.load(info_ptr + group * info_width + output_offsets, mask=in_range)
         return _half(word), _half(word >> 16)
@@ -377,7 +379,7 @@ def info_of_tile(address, group, info_width, TILE_OUTPUTS: tl.constexpr, ASYMMET
     outputs n and n + 8 is loaded by the thread that computes both, so no value moves.
     """
     if address.dtype.element_ty == tl.float32:
-        return _wide(address, group, info_width, None, ASYMMETRIC)
+        return _load_float32_info(address, group, info_width, None, ASYMMETRIC)
     else:
         word = tl.load(address + group * info_width)
         low = _half(word)
@@ -395,7 +397,7 @@ def info_of_tile(address, group, info_width, TILE_OUTPUTS: tl.constexpr, ASYMMET
 
 
 @triton.jit
-def _wide(address, group, info_width, in_range, ASYMMETRIC: tl.constexpr):
+def _load_float32_info(address, group, info_width, in_range, ASYMMETRIC: tl.constexpr):
     """Load float32 scales. Each group has a line of scales, and a line of minima if asymmetric."""
     if ASYMMETRIC:
         address += 2 * group * info_width

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.triton.dependent_launch import LAUNCH, start_next, wait_for_inputs
-from octavo.ops.triton.quant.quant_gemm import PROCESSORS
+from octavo.ops.triton.quant.quant_gemm import MULTIPROCESSORS
 
 STEP = 128  # the number of inputs in a step, which is the size of a group
 # Programs that run at the same time compute this many tiles of rows with the same weights.
@@ -52,7 +52,7 @@ GROUPED_TILES = (
     Wide(rows=64, outputs=128, stages=4, warps=4, costs=(40, 62)),
     Wide(rows=64, outputs=64, stages=4, warps=4, costs=(36, 46, 60)),
 )
-STARTING = 3  # the time in which a program starts and writes its tile, in steps
+START_COST = 3  # the time in which a program starts and writes its tile, in steps
 
 
 @triton.jit
@@ -61,8 +61,8 @@ def _tile_of(program, num_row_tiles, num_output_tiles, GROUP_TILES: tl.constexpr
     group_size = GROUP_TILES * num_output_tiles
     first_row_tile = program // group_size * GROUP_TILES
     row_tiles = tl.minimum(num_row_tiles - first_row_tile, GROUP_TILES)
-    place = program % group_size
-    return first_row_tile + place % row_tiles, place // row_tiles
+    index_in_group = program % group_size
+    return first_row_tile + index_in_group % row_tiles, index_in_group // row_tiles
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -124,21 +124,21 @@ def wide_kernel(
     output_desc.store([first_row, first_output], result.to(output_desc.dtype))
 
 
-def fastest(num_rows: int, num_outputs: int, num_inputs: int, tiles: tuple[Wide, ...]) -> Wide:
+def fastest_tile(num_rows: int, num_outputs: int, num_inputs: int, tiles: tuple[Wide, ...]) -> Wide:
     """Return the tile with the smallest estimated time."""
 
-    def time(tile: Wide) -> int:
+    def estimated_time(tile: Wide) -> int:
         num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.outputs)
-        waves, rest = divmod(num_tiles, PROCESSORS * len(tile.costs))
+        waves, remaining_tiles = divmod(num_tiles, MULTIPROCESSORS * len(tile.costs))
         cost = waves * tile.costs[-1]
-        if rest:
-            cost += tile.costs[triton.cdiv(rest, PROCESSORS) - 1]
-        return cost * (triton.cdiv(num_inputs, STEP) + STARTING)
+        if remaining_tiles:
+            cost += tile.costs[triton.cdiv(remaining_tiles, MULTIPROCESSORS) - 1]
+        return cost * (triton.cdiv(num_inputs, STEP) + START_COST)
 
-    return min(tiles, key=time)
+    return min(tiles, key=estimated_time)
 
 
-def described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def tma_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a TMA descriptor of a matrix, for copies of [rows, columns]."""
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
@@ -155,7 +155,7 @@ def wide_product(
     weight: Codes,
     output: Tensor,
     bias: Tensor | None = None,
-    adds: bool = False,
+    add_residual: bool = False,
     tile: Wide | None = None,
 ) -> Tensor:
     """Write the product to output [T, out], or add it to what the output has."""
@@ -164,12 +164,12 @@ def wide_product(
     is_grouped = weight.scale.dim() == 2
     if tile is None:
         tiles = GROUPED_TILES if is_grouped else TILES
-        tile = fastest(num_rows, num_outputs, num_inputs, tiles)
+        tile = fastest_tile(num_rows, num_outputs, num_inputs, tiles)
     num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.outputs)
     wide_kernel[num_tiles,](
-        described(activations.codes, tile.rows, STEP),
-        described(weight.codes, tile.outputs, STEP),
-        described(output, tile.rows, tile.outputs),
+        tma_descriptor(activations.codes, tile.rows, STEP),
+        tma_descriptor(weight.codes, tile.outputs, STEP),
+        tma_descriptor(output, tile.rows, tile.outputs),
         activations.scale,
         weight.scale,
         bias,
@@ -178,7 +178,7 @@ def wide_product(
         num_inputs,
         activations.scale.shape[1],
         bias is not None,
-        adds,
+        add_residual,
         is_grouped,
         tile.rows,
         tile.outputs,
