@@ -1,5 +1,5 @@
-"""Questions that people ask: topics times ways to ask, so that a draft head learns answers to more
-than the model's own questions."""
+"""Makes questions that people ask from topics and templates, so that a draft head learns answers to
+more than the model's own questions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ TOPICS = (
     *("winter", "spring", "rain", "snow", "thunderstorms", "rainbows", "clouds", "the seasons"),
     *("a doctor", "a nurse", "a firefighter", "a farmer", "a carpenter", "an engineer", "a pilot"),
 )
-FORMS = (
+TEMPLATES = (
     "What is {}?",
     "What are the most important facts about {}?",
     "Explain {} in simple words.",
@@ -114,14 +114,14 @@ FORMS = (
 )
 
 
-def ask(count: int, seed: int) -> list[str]:
-    """Return so many different questions, or fewer if there are not as many."""
+def sample_questions(count: int, seed: int) -> list[str]:
+    """Return `count` different questions, or fewer if there are not that many."""
     generator = random.Random(seed)
     questions: dict[str, None] = {}
     for _ in range(4 * count):
-        form = generator.choice(FORMS)
-        topics = generator.sample(TOPICS, form.count("{}"))
-        questions[form.format(*topics)] = None
+        template = generator.choice(TEMPLATES)
+        topics = generator.sample(TOPICS, template.count("{}"))
+        questions[template.format(*topics)] = None
         if len(questions) == count:
             break
     return list(questions)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from octavo.llm import LLM
 from octavo.params import SamplingParams
-from octavo.train.questions import ask
+from octavo.train.questions import sample_questions
 
 QUESTION_TEMPERATURE = 0.9
 # Half of the answers is generated greedily. The others make the head robust against unlikely words.
@@ -65,8 +65,8 @@ def generate_texts(
         num_tried += round_size
         on_progress(num_tried, options.count)
         now = time.monotonic()
-        affordable = (deadline - now) * round_size / (now - started)
-        round_size = int(min(ROUND, options.count - num_tried, affordable))
+        affordable_texts = (deadline - now) * round_size / (now - started)
+        round_size = int(min(ROUND, options.count - num_tried, affordable_texts))
     return texts
 
 
@@ -76,10 +76,10 @@ def generate_questions(
     """Return prompts that end where an answer begins."""
     tokenizer = llm.get_tokenizer()
     has_template = tokenizer.chat_template is not None
-    asked: list[str] = []
+    template_questions: list[str] = []
     if has_template:
-        asked = ask(round(options.asked_share * count), first_seed)
-        count -= len(asked)
+        template_questions = sample_questions(round(options.asked_share * count), first_seed)
+        count -= len(template_questions)
         opening = llm.encode_chat([{"role": "user", "content": ""}], continue_final_message=True)
     else:
         start = llm.config.bos_id
@@ -100,9 +100,13 @@ def generate_questions(
     contents = [
         tokenizer.decode(list(question), skip_special_tokens=True).strip() for question in questions
     ]
-    mixed = [*contents, *asked]
-    random.Random(first_seed).shuffle(mixed)
-    return [llm.encode_chat([{"role": "user", "content": content}]) for content in mixed if content]
+    contents_and_questions = [*contents, *template_questions]
+    random.Random(first_seed).shuffle(contents_and_questions)
+    return [
+        llm.encode_chat([{"role": "user", "content": content}])
+        for content in contents_and_questions
+        if content
+    ]
 
 
 def generate_answers(

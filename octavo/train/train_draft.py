@@ -208,13 +208,13 @@ class Trainer:
         now = time.monotonic()
         seconds = (now - measured_from) / (WARM_UP_STEPS - WARM_UP_STEPS // 2)
         if math.isfinite(deadline):
-            affordable = self.num_steps + int((deadline - now) / seconds)
-            self.total_steps = min(self.total_steps, affordable)
+            affordable_steps = self.num_steps + int((deadline - now) / seconds)
+            self.total_steps = min(self.total_steps, affordable_steps)
 
     def _step(self, batch: TextBatch) -> None:
         self.num_steps += 1
-        done = min(1.0, self.num_steps / self.total_steps)
-        rate = min(self.num_steps / WARM_UP_STEPS, 0.5 * (1 + math.cos(math.pi * done)))
+        progress = min(1.0, self.num_steps / self.total_steps)
+        rate = min(self.num_steps / WARM_UP_STEPS, 0.5 * (1 + math.cos(math.pi * progress)))
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.learning_rate * rate
         with autocast(self.device):

@@ -131,17 +131,17 @@ class TrainableHead(nn.Module):
     ) -> Tensor:
         """Compute the layer for [N, P, hidden]. The keys and values are appended to `past`."""
         weights = self.weights
-        both = torch.cat(
+        joined = torch.cat(
             (
                 self._normalise(embedded, weights["input_layernorm"]),
                 self._normalise(hidden, weights["hidden_norm"]),
             ),
             2,
         )
-        query = self._rotated(self._heads(both, "q_proj"), step)
+        query = self._rotate(self._heads(joined, "q_proj"), step)
         repeats = self.config.num_heads // self.config.num_kv_heads
-        key = self._rotated(self._heads(both, "k_proj"), step).repeat_interleave(repeats, 1)
-        value = self._heads(both, "v_proj").repeat_interleave(repeats, 1)
+        key = self._rotate(self._heads(joined, "k_proj"), step).repeat_interleave(repeats, 1)
+        value = self._heads(joined, "v_proj").repeat_interleave(repeats, 1)
         past.append((key, value))
         attended = chained_attention(query, past, self.config.scale).transpose(1, 2).flatten(2)
         hidden = hidden + F.linear(attended, weights["o_proj"])
@@ -149,12 +149,12 @@ class TrainableHead(nn.Module):
         gate = F.silu(F.linear(normed, weights["gate_proj"]))
         return hidden + F.linear(gate * F.linear(normed, weights["up_proj"]), weights["down_proj"])
 
-    def _heads(self, both: Tensor, name: str) -> Tensor:
-        """both [N, P, 2 * hidden] -> [N, heads, P, D]"""
-        projected = F.linear(both, self.weights[name])
+    def _heads(self, joined: Tensor, name: str) -> Tensor:
+        """joined [N, P, 2 * hidden] -> [N, heads, P, D]"""
+        projected = F.linear(joined, self.weights[name])
         return projected.unflatten(2, (-1, self.config.head_dim)).transpose(1, 2)
 
-    def _rotated(self, heads: Tensor, step: int) -> Tensor:
+    def _rotate(self, heads: Tensor, step: int) -> Tensor:
         """Rotate heads [N, heads, P, D], whose first position is `step`."""
         cos, sin = self.rope[step : step + heads.shape[2]].unbind(1)
         first, second = heads.float().chunk(2, -1)
@@ -168,14 +168,14 @@ def chained_attention(query: Tensor, past: list[tuple[Tensor, Tensor]], scale: f
     A position sees the keys of the first entry of `past` up to itself, and in each later entry its
     own key alone.
     """
-    (first_key, first_value), *own = past
+    (first_key, first_value), *later = past
     num_positions = query.shape[2]
     future = torch.ones(num_positions, num_positions, dtype=torch.bool, device=query.device).triu(1)
     scores = (query @ first_key.transpose(2, 3)).masked_fill(future, -torch.inf)
-    own_scores = [(query * key).sum(3, keepdim=True) for key, _ in own]
-    weights = (torch.cat((scores, *own_scores), 3).float() * scale).softmax(3).to(query.dtype)
+    later_scores = [(query * key).sum(3, keepdim=True) for key, _ in later]
+    weights = (torch.cat((scores, *later_scores), 3).float() * scale).softmax(3).to(query.dtype)
     attended = weights[..., :num_positions] @ first_value
-    for index, (_, value) in enumerate(own):
+    for index, (_, value) in enumerate(later):
         attended = attended + weights[..., num_positions + index, None] * value
     return attended
 
