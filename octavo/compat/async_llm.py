@@ -84,12 +84,12 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End requests. Their generators yield a last output with the finish_reason "abort"."""
-        for one in [request_id] if isinstance(request_id, str) else list(request_id):
-            open_request = self.engine.open_requests.get(one)
-            await self._call(self.engine.abort_request, one)
-            output = None if open_request is None else open_request.take()
-            if output is not None and one in self._queues:
-                self._queues[one].put_nowait(output)
+        for each_id in [request_id] if isinstance(request_id, str) else list(request_id):
+            open_request = self.engine.open_requests.get(each_id)
+            await self._call(self.engine.abort_request, each_id)
+            output = None if open_request is None else open_request.next_output()
+            if output is not None and each_id in self._queues:
+                self._queues[each_id].put_nowait(output)
 
     # ---- pause -----------------------------------------------------------------------------------
 

@@ -57,8 +57,8 @@ class EngineArgs(_EngineFields):  # type: ignore[valid-type,misc]
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        given = vars(args)
-        return cls(**{name: given[name] for name in FIELD_DEFAULTS if name in given})
+        arguments = vars(args)
+        return cls(**{name: arguments[name] for name in FIELD_DEFAULTS if name in arguments})
 
 
 class AsyncEngineArgs(EngineArgs):
@@ -87,8 +87,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         import sys
 
-        given = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args([_with_dashes(text) for text in given], namespace)
+        arguments = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args([_with_dashes(text) for text in arguments], namespace)
 
     @staticmethod
     def check_port(value: str) -> int:

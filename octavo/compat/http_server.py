@@ -24,7 +24,7 @@ MIN_DESCRIPTORS = 65535
 
 
 class UsageContext(enum.StrEnum):
-    """Which program runs the engine. Octavo reports it to nobody."""
+    """Which program runs the engine. Octavo does not report it."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
@@ -53,8 +53,8 @@ async def serve_http(
         raise InvalidRequest(message, "enable_ssl_refresh")
     import uvicorn
 
-    given = {name: value for name, value in options.items() if value is not None}
-    server = uvicorn.Server(uvicorn.Config(app, **given))
+    server_options = {name: value for name, value in options.items() if value is not None}
+    server = uvicorn.Server(uvicorn.Config(app, **server_options))
     await server.serve(sockets=None if sock is None else [sock])
     return asyncio.sleep(0)
 
@@ -67,14 +67,14 @@ def with_cancellation(handler: Callable[..., Awaitable[Any]]) -> Callable[..., A
     @functools.wraps(handler)
     async def wrapped(*args: Any, **kwargs: Any) -> Any:
         request = kwargs["raw_request"] if "raw_request" in kwargs else args[1]
-        work = asyncio.ensure_future(handler(*args, **kwargs))
-        watch = asyncio.create_task(_until_disconnected(request))
+        handler_task = asyncio.ensure_future(handler(*args, **kwargs))
+        disconnect_task = asyncio.create_task(_until_disconnected(request))
         try:
-            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-            return work.result() if work.done() else None
+            await asyncio.wait({handler_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+            return handler_task.result() if handler_task.done() else None
         finally:
-            work.cancel()
-            watch.cancel()
+            handler_task.cancel()
+            disconnect_task.cancel()
 
     return wrapped
 

@@ -1,4 +1,4 @@
-"""vLLM's LLMEngine: requests with ids of the caller's, computed one step at a time."""
+"""vLLM's LLMEngine: requests with the caller's own ids, computed one step at a time."""
 
 from __future__ import annotations
 
@@ -47,10 +47,12 @@ class LLMEngine:
         """Run one step, and return the outputs of the requests that have new tokens."""
         self.llm.step()
         outputs = [
-            output for open in self.open_requests.values() if (output := open.take()) is not None
+            output
+            for reply in self.open_requests.values()
+            if (output := reply.next_output()) is not None
         ]
         self.open_requests = {
-            name: open for name, open in self.open_requests.items() if not open.finished
+            name: reply for name, reply in self.open_requests.items() if not reply.finished
         }
         return outputs
 

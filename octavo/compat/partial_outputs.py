@@ -20,17 +20,17 @@ class PartialReply:
     def finished(self) -> bool:
         return self.collector.finished
 
-    def take(self) -> RequestOutput | None:
+    def next_output(self) -> RequestOutput | None:
         """Return the output of the last step, or None if there is nothing to report."""
         pieces = self.collector.pieces
         assert pieces is not None
         if not pieces or (self.kind is RequestOutputKind.FINAL_ONLY and not self.finished):
             return None
-        new = list(pieces)
+        new_pieces = list(pieces)
         pieces.clear()
         output = self.collector.output()
         if self.kind is RequestOutputKind.DELTA:
-            output.outputs = merge_pieces(new)
+            output.outputs = merge_pieces(new_pieces)
         elif not self.finished:
             output.outputs = self._texts_so_far()
         return output
@@ -49,14 +49,14 @@ def merge_pieces(pieces: list[CompletionOutput]) -> list[CompletionOutput]:
     """Return one piece for each completion that has new tokens."""
     merged: dict[int, CompletionOutput] = {}
     for piece in pieces:
-        before = merged.get(piece.index)
-        if before is None:
+        earlier = merged.get(piece.index)
+        if earlier is None:
             merged[piece.index] = piece
             continue
         merged[piece.index] = replace(
             piece,
-            text=before.text + piece.text,
-            token_ids=before.token_ids + piece.token_ids,
-            logprobs=None if piece.logprobs is None else (before.logprobs or []) + piece.logprobs,
+            text=earlier.text + piece.text,
+            token_ids=earlier.token_ids + piece.token_ids,
+            logprobs=None if piece.logprobs is None else (earlier.logprobs or []) + piece.logprobs,
         )
     return list(merged.values())

@@ -2,7 +2,7 @@
 
 The modules have no files. A finder at the end of Python's list makes one of them when a script
 imports it, so that modules of Octavo's own come first. A name is loaded when it is first used.
-Must not import anything of Octavo's: `import octavo` loads this file.
+This file must not import other modules of Octavo, because `import octavo` loads it.
 """
 
 from __future__ import annotations
@@ -154,12 +154,12 @@ class VllmModules:
 
 def load_name(module: str, name: str) -> Any:
     """Return what a vLLM module has under this name."""
-    home = MODULES[module].get(name)
-    if home is None:
-        known = ", ".join(MODULES[module]) or "no names of its own"
-        raise AttributeError(f"module {module!r} has no {name!r}; Octavo's has {known}")
-    home, _, other_name = home.partition(":")
-    return getattr(importlib.import_module(home), other_name or name)
+    module_name = MODULES[module].get(name)
+    if module_name is None:
+        known_names = ", ".join(MODULES[module]) or "no names of its own"
+        raise AttributeError(f"module {module!r} has no {name!r}; Octavo's has {known_names}")
+    module_name, _, other_name = module_name.partition(":")
+    return getattr(importlib.import_module(module_name), other_name or name)
 
 
 def install() -> None:
