@@ -57,7 +57,9 @@ def page_of_recording(has_lesson: bool = False) -> bytes:
 def single_file(recordings: list[bytes], title: str = "Octavo, recording", lesson: str = "") -> str:
     """Return the page as one HTML file that shows a recording. `lesson` is the text of a lesson, as
     JSON. A lesson may have several recordings."""
-    packed = [base64.b64encode(gzip.compress(each, mtime=0)).decode() for each in recordings]
+    packed = [
+        base64.b64encode(gzip.compress(recording, mtime=0)).decode() for recording in recordings
+    ]
     return _single_file(packed, title, lesson)
 
 

@@ -1,4 +1,4 @@
-// Names and looks of requests: letters, colours and patterns.
+// Names and styles of requests: letters, colours and patterns.
 //
 // Two of the twelve colours differ by at least 23 in CIEDE2000. Where simulated deuteranopia or
 // protanopia brings two of them below 20, one is striped and the other is not
@@ -36,47 +36,47 @@ const NAMES = 26 + 26 * 26; // Names repeat after that many requests.
 
 // Returns A to Z, then AA to ZZ. `number` counts the requests from 1.
 export function letters(number) {
-  const place = (number - 1) % NAMES;
+  const index = (number - 1) % NAMES;
   const letter = (n) => String.fromCharCode(65 + n);
-  return place < 26 ? letter(place) : letter(Math.floor(place / 26) - 1) + letter(place % 26);
+  return index < 26 ? letter(index) : letter(Math.floor(index / 26) - 1) + letter(index % 26);
 }
 
 export const nameOf = (seq) =>
   seq.name ? letters(seq.name) + (seq.index ? `.${seq.index}` : "") : "–";
 
 // Returns the colour of a sequence and its pattern: plain, stripes, dots or crosses.
-export const lookOf = (label) => LOOKS[placeOf(label)];
-// Returns which of the looks a sequence has.
-export const placeOf = (label) => ((label % 24) + 24) % 24;
+export const styleOf = (label) => STYLES[styleIndexOf(label)];
+// Returns the index of the style of a sequence.
+export const styleIndexOf = (label) => ((label % 24) + 24) % 24;
 
 // Returns the colour of text on a background.
-function inkOn(colour) {
+function textColourOn(colour) {
   const [r, g, b] = [1, 3, 5]
-    .map((at) => parseInt(colour.slice(at, at + 2), 16) / 255)
+    .map((start) => parseInt(colour.slice(start, start + 2), 16) / 255)
     .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.2 ? "#10131a" : "#ffffff";
 }
 
-const LOOKS = Array.from({ length: 24 }, (_, place) => {
-  const colour = place % 12;
+const STYLES = Array.from({ length: 24 }, (_, index) => {
+  const colour = index % 12;
   const pattern =
-    place < 12 ? (STRIPED[colour] ? "stripes" : "plain") : STRIPED[colour] ? "crosses" : "dots";
-  return { colour: COLOURS[colour], pattern, ink: inkOn(COLOURS[colour]) };
+    index < 12 ? (STRIPED[colour] ? "stripes" : "plain") : STRIPED[colour] ? "crosses" : "dots";
+  return { colour: COLOURS[colour], pattern, ink: textColourOn(COLOURS[colour]) };
 });
-let patterns = []; // By the place of a look: CanvasPattern.
+let patterns = []; // Index of a style -> its CanvasPattern.
 let patternRatio = 0; // Device pixels per pixel for which the patterns were made.
 
-// Returns what a canvas fills the blocks of a sequence with. One that has not started has no
-// colour.
+// Returns the colour or pattern with which a canvas fills the blocks of a sequence. A sequence that
+// has not started has no colour.
 export function fillOf(context, label) {
   if (label < 0) return "transparent";
-  const { colour, pattern, ink } = lookOf(label);
+  const { colour, pattern, ink } = styleOf(label);
   if (pattern === "plain") return colour;
   const ratio = window.devicePixelRatio || 1;
   if (ratio !== patternRatio) [patterns, patternRatio] = [[], ratio];
-  const place = placeOf(label);
-  patterns[place] ??= makePattern(context, colour, pattern, ink, ratio);
-  return patterns[place];
+  const index = styleIndexOf(label);
+  patterns[index] ??= makePattern(context, colour, pattern, ink, ratio);
+  return patterns[index];
 }
 
 function makePattern(context, colour, pattern, ink, ratio) {
@@ -108,14 +108,14 @@ function makePattern(context, colour, pattern, ink, ratio) {
     }
   }
   drawing.stroke();
-  const made = context.createPattern(tile, "repeat");
-  made.setTransform(new DOMMatrix().scale(size / tile.width));
-  return made;
+  const canvasPattern = context.createPattern(tile, "repeat");
+  canvasPattern.setTransform(new DOMMatrix().scale(size / tile.width));
+  return canvasPattern;
 }
 
 // Returns an element with the letters of a sequence on its colour and pattern.
 export function chip(seq) {
-  const { colour, pattern, ink } = lookOf(seq.label ?? 0);
+  const { colour, pattern, ink } = styleOf(seq.label ?? 0);
   const element = document.createElement("span");
   element.className = `chip ${seq.label < 0 ? "none" : pattern}`;
   element.textContent = nameOf(seq);

@@ -4,34 +4,35 @@
 export const byId = (id) => document.getElementById(id);
 
 export function element(tag, className = "", ...content) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  made.append(...content.filter((part) => part !== null && part !== undefined));
-  return made;
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  node.append(...content.filter((part) => part !== null && part !== undefined));
+  return node;
 }
 
 export const setText = (node, text) => node.textContent !== text && (node.textContent = text);
 
 const FOCUSABLE = "button, summary, [tabindex]";
-const AHEAD = 4; // Children that are compared with the one that is wanted next.
+const AHEAD = 4; // Children that are compared with the next node.
 
-// Gives an element these children in this order, and leaves those in place that it has already.
+// Gives an element these children in this order. Children that it has already stay in the document.
 export function setChildren(parent, nodes) {
-  const wanted = new Set(nodes);
+  const targets = new Set(nodes);
   let next = parent.firstChild;
   const removeUntil = (end) => {
     while (next !== end) {
-      const gone = next;
+      const removed = next;
       next = next.nextSibling;
-      gone.remove();
+      removed.remove();
     }
   };
   for (const node of nodes) {
-    let found = next;
-    while (found && !wanted.has(found)) found = found.nextSibling;
-    removeUntil(found);
-    for (let i = 0; i < AHEAD && found && found !== node; i += 1) found = found.nextSibling;
-    if (found === node && node.parentNode === parent) {
+    let candidate = next;
+    while (candidate && !targets.has(candidate)) candidate = candidate.nextSibling;
+    removeUntil(candidate);
+    for (let i = 0; i < AHEAD && candidate && candidate !== node; i += 1)
+      candidate = candidate.nextSibling;
+    if (candidate === node && node.parentNode === parent) {
       removeUntil(node); // A child before it has moved, and comes back later.
       next = node.nextSibling;
     } else parent.insertBefore(node, next);
@@ -41,42 +42,42 @@ export function setChildren(parent, nodes) {
 
 // Gives an element new children, but keeps those that look the same, and the focus.
 export function updateChildren(parent, nodes) {
-  const before = [...parent.children];
+  const oldChildren = [...parent.children];
   const focused = document.activeElement;
-  const place = [...parent.querySelectorAll(FOCUSABLE)].indexOf(focused);
+  const focusIndex = [...parent.querySelectorAll(FOCUSABLE)].indexOf(focused);
   setChildren(
     parent,
-    nodes.map((node, i) => (before[i]?.isEqualNode(node) ? before[i] : node)),
+    nodes.map((node, i) => (oldChildren[i]?.isEqualNode(node) ? oldChildren[i] : node)),
   );
-  if (place < 0 || parent.contains(focused)) return;
-  [...parent.querySelectorAll(FOCUSABLE)].slice(0, place + 1).at(-1)?.focus({ preventScroll: true });
+  if (focusIndex < 0 || parent.contains(focused)) return;
+  [...parent.querySelectorAll(FOCUSABLE)].slice(0, focusIndex + 1).at(-1)?.focus({ preventScroll: true });
 }
 
 // ---- colours and canvases -----------------------------------------------------------------------
 
 let style = getComputedStyle(document.documentElement);
-let known = new Map();
+let colourCache = new Map();
 
 // Returns a colour of page.css by its name.
 export function colour(name) {
-  if (!known.has(name)) known.set(name, style.getPropertyValue(`--${name}`).trim());
-  return known.get(name);
+  if (!colourCache.has(name)) colourCache.set(name, style.getPropertyValue(`--${name}`).trim());
+  return colourCache.get(name);
 }
 
 const themeListeners = [];
 export const onTheme = (listener) => themeListeners.push(listener);
 export function readColours() {
   style = getComputedStyle(document.documentElement);
-  known = new Map();
+  colourCache = new Map();
   for (const listener of themeListeners) listener();
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", readColours);
 
-const stillness = matchMedia("(prefers-reduced-motion: reduce)");
-let isMotionless = stillness.matches;
-stillness.addEventListener("change", () => (isMotionless = stillness.matches));
+const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
+let isMotionReduced = reducedMotion.matches;
+reducedMotion.addEventListener("change", () => (isMotionReduced = reducedMotion.matches));
 // Whether the user wants as little motion as possible.
-export const isStill = () => isMotionless;
+export const prefersReducedMotion = () => isMotionReduced;
 
 // The sizes of canvases in CSS pixels. Asking a canvas for its size in every frame would make the
 // browser lay out the page each time.
@@ -106,15 +107,15 @@ export function surfaceOf(canvas) {
   return { context, width, height, isEmpty };
 }
 
-// The same, cleared.
+// Like surfaceOf, but clears the canvas.
 export function prepare(canvas) {
   const surface = surfaceOf(canvas);
   surface.context.clearRect(0, 0, surface.width, surface.height);
   return surface;
 }
 
-// Returns a function that is true when it is called with other values than before.
-export function changes() {
+// Returns a function that returns whether its arguments differ from those of its last call.
+export function changeDetector() {
   let before = [];
   return (...values) => {
     const isSame =
@@ -130,9 +131,9 @@ const numbers = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 export const count = (n) => numbers.format(n);
 export const plural = (n, noun, nouns = `${noun}s`) => `${count(n)} ${n === 1 ? noun : nouns}`;
 export const capitalised = (words) => `${words[0].toUpperCase()}${words.slice(1)}`;
-export const percent = (part, whole) => (whole ? `${few((100 * part) / whole)} %` : "–");
+export const percent = (part, whole) => (whole ? `${fewDigits((100 * part) / whole)} %` : "–");
 
-export function few(n) {
+export function fewDigits(n) {
   if (n >= 100000) return `${Math.round(n / 1000)}k`;
   if (n >= 100) return count(n);
   return n >= 10 ? n.toFixed(1) : n.toFixed(n >= 1 || n === 0 ? 1 : 2);
@@ -143,13 +144,13 @@ export function duration(microseconds) {
   const seconds = microseconds / 1e6;
   if (seconds >= 100) return [count(seconds), "s"];
   if (seconds >= 1) return [seconds.toFixed(2), "s"];
-  return microseconds >= 1000 ? [few(microseconds / 1000), "ms"] : [few(microseconds), "µs"];
+  return microseconds >= 1000 ? [fewDigits(microseconds / 1000), "ms"] : [fewDigits(microseconds), "µs"];
 }
 
-export const spell = (microseconds) => duration(microseconds).join(" ");
+export const formatDuration = (microseconds) => duration(microseconds).join(" ");
 
 // Shortens an id such as req_1f…-0 to about eight characters.
-export function short(request) {
+export function shortId(request) {
   const [id, which] = request.replace(/^req_/, "").split("-");
   return `${id.slice(0, 6)}${which && which !== "0" ? `-${which}` : ""}`;
 }
@@ -157,11 +158,11 @@ export function short(request) {
 // ---- tips ---------------------------------------------------------------------------------------
 
 const tip = byId("tip");
-let tipped = null; // What the tip belongs to: { x, y, words }.
+let shownTip = null; // The tip that is shown: { x, y, words }.
 
 // Shows a tip at this place of the window while `words()` returns a text.
 export function showTip(x, y, words) {
-  tipped = { x, y, words };
+  shownTip = { x, y, words };
   const text = words();
   tip.hidden = !text;
   if (!text) return;
@@ -172,14 +173,14 @@ export function showTip(x, y, words) {
 
 export function hideTip() {
   tip.hidden = true;
-  tipped = null;
+  shownTip = null;
 }
 
-// Changes the words of the tip if they are other ones by now.
+// Updates the text of the tip.
 export function refreshTip() {
-  if (!tipped) return;
+  if (!shownTip) return;
   const text = tip.hidden ? "" : tip.textContent;
-  if (tipped.words() !== text) showTip(tipped.x, tipped.y, tipped.words);
+  if (shownTip.words() !== text) showTip(shownTip.x, shownTip.y, shownTip.words);
 }
 
 // Shows a tip beside the pointer while `words(x, y)` returns a text. A tap shows it, too.

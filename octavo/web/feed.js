@@ -9,7 +9,7 @@ export const authorization = () => (key ? { authorization: `Bearer ${key}` } : {
 
 const base64url = (text) => btoa(text).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "");
 const pause = (seconds) => new Promise((done) => setTimeout(done, seconds * 1000));
-const visible = () =>
+const untilVisible = () =>
   new Promise((done) => {
     if (!document.hidden) return done();
     document.addEventListener("visibilitychange", () => done(), { once: true });
@@ -38,15 +38,15 @@ function askForKey(why) {
 
 // A browser hides the reason why a WebSocket was refused, so an ordinary request checks the key
 // first.
-async function admitted(say) {
+async function waitUntilAdmitted(showStatus) {
   for (;;) {
     const reply = await fetch(address("version"), { headers: authorization(), cache: "no-store" });
     if (reply.ok) return;
     if (reply.status === 401) {
-      say("key", "an API key is required");
+      showStatus("key", "an API key is required");
       await askForKey(key && "The server does not accept this key.");
     } else {
-      say(
+      showStatus(
         "gone",
         reply.status === 429 ? "too many invalid keys: waiting" : `refused: ${reply.status}`,
       );
@@ -55,19 +55,18 @@ async function admitted(say) {
   }
 }
 
-// Returns the address of something that the server offers, also if a proxy offers the server below
-// a path.
+// Returns the URL of a path of the server, also if a proxy offers the server below a path.
 export const address = (path) => new URL(path, document.baseURI.replace(/#.*$/, "")).href;
 
 function watch(onState, onLines) {
   const protocols = ["octavo-watch", ...(key ? [`octavo-key.${base64url(key)}`] : [])];
   const socket = new WebSocket(address("ws/watch").replace(/^http/, "ws"), protocols);
   let timer = 0;
-  const leave = () => {
+  const onVisibilityChange = () => {
     clearTimeout(timer);
     if (document.hidden) timer = setTimeout(() => socket.close(), 1000 * HIDDEN_SECONDS);
   };
-  document.addEventListener("visibilitychange", leave);
+  document.addEventListener("visibilitychange", onVisibilityChange);
   return new Promise((done) => {
     let messages = 0;
     socket.onmessage = ({ data }) => {
@@ -77,7 +76,7 @@ function watch(onState, onLines) {
     };
     socket.onclose = async (event) => {
       clearTimeout(timer);
-      document.removeEventListener("visibilitychange", leave);
+      document.removeEventListener("visibilitychange", onVisibilityChange);
       if (event.code === FORBIDDEN)
         await askForKey("This page shows all requests, so it requires an administrator's key.");
       done(messages || event.code === FORBIDDEN);
@@ -88,21 +87,21 @@ function watch(onState, onLines) {
 // One call for all lines is much faster than one for each.
 export const parseLines = (text) => JSON.parse(`[${text.trimEnd().replaceAll("\n", ",")}]`);
 
-// Calls onState(state of the server) and onLines(lines of the event stream), and say(state, words)
+// Calls onState(state of the server) and onLines(lines of the event stream), and showStatus(state, words)
 // while there is no connection.
-export async function follow({ onState, onLines, say }) {
-  let wait = 0.5;
+export async function follow({ onState, onLines, showStatus }) {
+  let retryDelay = 0.5;
   for (;;) {
-    await visible();
+    await untilVisible();
     try {
-      await admitted(say);
-      if (await watch(onState, onLines)) wait = 0.5;
+      await waitUntilAdmitted(showStatus);
+      if (await watch(onState, onLines)) retryDelay = 0.5;
     } catch {
       // The server cannot be reached.
     }
     if (document.hidden) continue;
-    say("gone", "cannot reach the server; retrying");
-    await pause(wait);
-    wait = Math.min(wait * 2, 5);
+    showStatus("gone", "cannot reach the server; retrying");
+    await pause(retryDelay);
+    retryDelay = Math.min(retryDelay * 2, 5);
   }
 }

@@ -1,8 +1,8 @@
 // The lines of an event stream, and the state of the engine after any of them.
 //
 // Lines are kept as they come. A copy of the state is kept after every few thousand of them, so
-// that the state at any place is found by continuing from the copy before it. Places are indices of
-// lines, counted from the first line that was ever added.
+// that the state after any line is found by continuing from the copy before it. Indices of lines are
+// counted from the first line that was ever added.
 
 import { findLast } from "./spans.js";
 import { apply, cloneState, compareWithEngine, MAX_ENDED, nameFields, stateFrom } from "./state.js";
@@ -26,12 +26,12 @@ export class History {
     this.steps = []; // The index of the first line of each step.
     this.restarts = []; // The index of the first line of each engine process but the first.
     this.end = null; // The state after all lines.
-    // Comparisons with snapshots: { stream, index, step, found }. `found` lists what differs.
+    // Comparisons with snapshots: { stream, index, step, differences }.
     this.checks = [];
     this.origin = 0; // Seconds since 1970 at time 0.
     this.offset = 0; // Microseconds between the first stream and the present one.
-    // What is added to the numbers of the present engine process, so that its requests do not get
-    // the letters of earlier ones; and the largest numbers so far.
+    // `numbering` is added to the numbers of the present engine process, so that its requests do not
+    // get the letters of earlier ones. `largest` has the largest numbers so far.
     this.numbering = { names: 0, ids: 0 };
     this.largest = { names: 0, ids: 0 };
     this.namesBefore = new Map(); // The name of an engine process -> numbering.names for it.
@@ -64,8 +64,8 @@ export class History {
   #addEvent(line) {
     if (this.offset) shiftTimes(line, this.offset);
     renumber(line, this.end.about.fields, this.numbering);
-    if (line[0] === "arrived") this.#count(line[4], line[5]);
-    else if (line[0] === "forked") this.#count(line[4], 0);
+    if (line[0] === "arrived") this.#noteLargest(line[4], line[5]);
+    else if (line[0] === "forked") this.#noteLargest(line[4], 0);
     if (line[2] !== this.end.step) this.steps.push(this.last + 1);
     this.lines.push(line);
     const event = nameFields(line, this.end.about.fields);
@@ -75,7 +75,7 @@ export class History {
   }
 
   // Remembers the largest numbers of sequences and of requests.
-  #count(id, name) {
+  #noteLargest(id, name) {
     this.largest.ids = Math.max(this.largest.ids, id);
     this.largest.names = Math.max(this.largest.names, name);
   }
@@ -98,7 +98,7 @@ export class History {
     if (opening === "restarted" && !about.renumbered) this.numbering = { ...this.largest };
     this.namesBefore.set(about.engine, this.numbering.names);
     const state = renumberSnapshot(shiftSnapshot(snapshot, this.offset), this.numbering);
-    for (const { seq, name } of state.sequences) this.#count(seq, name);
+    for (const { seq, name } of state.sequences) this.#noteLargest(seq, name);
     const line = [
       kind,
       number,
@@ -123,21 +123,21 @@ export class History {
   }
 
   #check(before, about, snapshot, step) {
-    const found = compareWithEngine(before, about, snapshot);
-    this.checks.push({ stream: about.stream, index: this.last, step, found });
-    if (found.length) console.error("The state of the page differs from the engine's.", found);
+    const differences = compareWithEngine(before, about, snapshot);
+    this.checks.push({ stream: about.stream, index: this.last, step, differences });
+    if (differences.length) console.error("The state of the page differs from the engine's.", differences);
   }
 
-  // Returns the check that says most about the state after a line of a stream: a failed check of
-  // the stream, or else the latest one up to this line. It is undefined if there is none.
+  // Returns the check to show for a line of a stream: a failed check of the stream, or else the
+  // latest one up to this line. It is undefined if there is none.
   checkOf(stream, index) {
     const checks = this.checks.filter((check) => check.stream === stream);
     return (
-      checks.find(({ found }) => found.length) ?? checks.findLast((check) => check.index <= index)
+      checks.find(({ differences }) => differences.length) ?? checks.findLast((check) => check.index <= index)
     );
   }
 
-  // Forgets about half of the lines. What is left begins with a snapshot.
+  // Forgets about half of the lines. The remaining ones begin with a snapshot.
   #forget() {
     const middle = this.first + this.lines.length / 2;
     const start = this.snapshots.find(({ index }) => index >= middle)?.index;
@@ -150,7 +150,7 @@ export class History {
       ...this.keyframes.filter(({ index }) => index > start),
     ];
     this.snapshots = this.snapshots.filter(({ index }) => index >= start);
-    this.checks = this.checks.filter(({ index, found }) => index >= start || found.length);
+    this.checks = this.checks.filter(({ index, differences }) => index >= start || differences.length);
     this.steps = this.steps.filter((index) => index >= start);
   }
 
@@ -163,14 +163,14 @@ export class History {
       from && from.state !== this.end && from.index <= index && from.index >= keyframe.index;
     const state = isNear ? from.state : cloneState(keyframe.state);
     // A line that is not an event of the engine has a keyframe of its own.
-    for (let at = (isNear ? from : keyframe).index + 1; at <= index; at += 1)
-      apply(state, nameFields(this.line(at), state.about.fields));
+    for (let i = (isNear ? from : keyframe).index + 1; i <= index; i += 1)
+      apply(state, nameFields(this.line(i), state.about.fields));
     return state;
   }
 
-  // ---- steps: they are counted from the first step that is known --------------------------------
+  // ---- steps: their indices are counted from the first step that is known -----------------------
 
-  // Returns the place of a line among the steps.
+  // Returns the index of the step to which a line belongs.
   stepAt(index) {
     return Math.max(
       0,
@@ -179,31 +179,31 @@ export class History {
   }
 
   // Returns the index of the last line of a step.
-  endOfStep(place) {
-    return place + 1 < this.steps.length ? this.steps[place + 1] - 1 : this.last;
+  endOfStep(stepIndex) {
+    return stepIndex + 1 < this.steps.length ? this.steps[stepIndex + 1] - 1 : this.last;
   }
 
-  // Returns the place of the step with this number, or -1. Each engine process counts its steps;
+  // Returns the index of the step with this number, or -1. Each engine process counts its steps;
   // without an engine, the latest step with this number counts.
-  placeOfNumber(number, engine = 0) {
+  stepIndexOfNumber(number, engine = 0) {
     return this.steps.findLastIndex(
       (index) => this.line(index)[2] === number && (!engine || this.engineAt(index) === engine),
     );
   }
 
-  // Returns the first and the last number of the steps of an engine process, and the place of the
+  // Returns the first and the last number of the steps of an engine process, and the index of the
   // step whose number is the nearest; null if there is no step of the process.
   nearestStep(number, engine) {
-    let found = null;
-    this.steps.forEach((index, place) => {
+    let nearest = null;
+    this.steps.forEach((index, stepIndex) => {
       if (this.engineAt(index) !== engine) return;
       const step = this.line(index)[2];
-      found ??= { first: step, last: step, place, distance: Infinity };
+      nearest ??= { first: step, last: step, stepIndex, distance: Infinity };
       const distance = Math.abs(step - number);
-      if (distance <= found.distance) Object.assign(found, { place, distance });
-      found.last = step;
+      if (distance <= nearest.distance) Object.assign(nearest, { stepIndex, distance });
+      nearest.last = step;
     });
-    return found;
+    return nearest;
   }
 
   // Returns the index of the last line of the step to which a line belongs.
@@ -240,8 +240,8 @@ export class History {
   }
 }
 
-// What a snapshot does to the page: it is the first one, or of another engine process, or of the
-// same one after no page was open for a while, or after lines were skipped.
+// The kinds of snapshots that begin a stream: the first one; one of a new engine process; one of the
+// same process, after no page was open for a while; and one after lines were skipped.
 const OPENINGS = ["opened", "restarted", "reopened", "gap"];
 
 function openingOf(before, about, isNew) {
@@ -264,16 +264,16 @@ function continueFrom(before, state, isNewEngine) {
   state.engine = before.engine + (isNewEngine ? 1 : 0);
   for (const name of ["finished", "failed", "refused", "evictions", "drafted", "accepted"])
     state.counters[name] = before.counters[name];
-  const fate = isNewEngine
+  const ending = isNewEngine
     ? { state: "failed", reason: "lost", error: "the engine process ended" }
     : { state: "ended", reason: "unseen", error: "" };
-  const gone = [...before.sequences.values()].filter((seq) => !state.sequences.has(seq.id));
-  if (isNewEngine) state.counters.failed += gone.length;
+  const lost = [...before.sequences.values()].filter((seq) => !state.sequences.has(seq.id));
+  if (isNewEngine) state.counters.failed += lost.length;
   state.ended = [
     ...before.ended,
-    ...gone.map((seq) => ({
+    ...lost.map((seq) => ({
       ...seq,
-      ...fate,
+      ...ending,
       ended: state.time,
       step: before.step,
       table: [],
@@ -295,31 +295,31 @@ const LISTS = new Set(["chunks", "beams", "text"]);
 // the number 0.
 export function renumber(line, fields, { names, ids }) {
   if (!names && !ids) return;
-  const move = (id) => (id ? id + ids : id);
+  const shiftId = (id) => (id ? id + ids : id);
   (fields[line[0]] ?? []).forEach((field, i) => {
     const value = line[i + 4];
     if (field === "name") line[i + 4] = value + names;
-    else if (ID.has(field)) line[i + 4] = move(value);
+    else if (ID.has(field)) line[i + 4] = shiftId(value);
     else if (!Array.isArray(value)) return;
-    else if (IDS.has(field)) line[i + 4] = value.map(move);
-    else if (LISTS.has(field)) line[i + 4] = value.map(([id, ...rest]) => [move(id), ...rest]);
+    else if (IDS.has(field)) line[i + 4] = value.map(shiftId);
+    else if (LISTS.has(field)) line[i + 4] = value.map(([id, ...rest]) => [shiftId(id), ...rest]);
   });
 }
 
 function renumberSnapshot(snapshot, { names, ids }) {
   if (!names && !ids) return snapshot;
-  const move = (id) => (id ? id + ids : id);
+  const shiftId = (id) => (id ? id + ids : id);
   return {
     ...snapshot,
     sequences: snapshot.sequences.map((seq) => ({
       ...seq,
-      seq: move(seq.seq),
+      seq: shiftId(seq.seq),
       name: seq.name + names,
-      waits: seq.waits && seq.waits.map((value, i) => (i === 0 || i === 3 ? move(value) : value)),
+      waits: seq.waits && seq.waits.map((value, i) => (i === 0 || i === 3 ? shiftId(value) : value)),
     })),
     in_flight: snapshot.in_flight.map((plan) => ({
       ...plan,
-      items: plan.items.map(([id, ...rest]) => [move(id), ...rest]),
+      items: plan.items.map(([id, ...rest]) => [shiftId(id), ...rest]),
     })),
   };
 }
@@ -336,21 +336,21 @@ export function renameRequests(lines, offset) {
   });
 }
 
-const later = (time, offset) => (time === null || time === undefined ? time : time + offset);
+const shiftTime = (time, offset) => (time === null || time === undefined ? time : time + offset);
 
-// The places of times in a line: octavo/core/event_stream.py names its fields.
+// Shifts the times in a line. octavo/core/event_stream.py names its fields.
 function shiftTimes(line, offset) {
-  const places = { arrived: [11, 12], committed: [5, 6, 7, 8, 9, 10] }[line[0]] ?? [];
-  for (const place of [3, ...places]) line[place] = later(line[place], offset);
+  const indices = { arrived: [11, 12], committed: [5, 6, 7, 8, 9, 10] }[line[0]] ?? [];
+  for (const index of [3, ...indices]) line[index] = shiftTime(line[index], offset);
 }
 
 function shiftSnapshot(snapshot, offset) {
   if (!offset) return snapshot;
   const sequences = snapshot.sequences.map((seq) => ({
     ...seq,
-    arrival: later(seq.arrival, offset),
-    deadline: later(seq.deadline, offset),
-    first_token: later(seq.first_token, offset),
+    arrival: shiftTime(seq.arrival, offset),
+    deadline: shiftTime(seq.deadline, offset),
+    first_token: shiftTime(seq.first_token, offset),
   }));
   return { ...snapshot, sequences };
 }

@@ -2,7 +2,7 @@
 // an explanation. The texts come from octavo/lessons; the page shows the recordings like any other.
 
 import { nameOf } from "./colours.js";
-import { byId, element, isStill } from "./draw.js";
+import { byId, element, prefersReducedMotion } from "./draw.js";
 import { play, stop } from "./transport.js";
 
 const panel = byId("lesson");
@@ -21,7 +21,7 @@ export function openLesson(page, lesson, { openRun, openTab }) {
     reveal(lesson, choice, runs);
     openTab("lesson");
     await runs.show(0);
-    if (isStill()) page.moveTo(page.history.last);
+    if (prefersReducedMotion()) page.moveTo(page.history.last);
     else play(page);
   });
 }
@@ -104,7 +104,7 @@ class LessonRuns {
     stop();
     if (index !== this.shown) await this.openRun(index);
     this.shown = index;
-    this.buttons.forEach((button, place) => (button.ariaPressed = String(place === index)));
+    this.buttons.forEach((button, i) => (button.ariaPressed = String(i === index)));
   }
 
   async play(index) {
@@ -116,8 +116,8 @@ class LessonRuns {
   async showMoment({ run, step, request }) {
     await this.show(run);
     const { history, names } = this.page;
-    const place = history.placeOfNumber(step);
-    if (place >= 0) this.page.moveTo(history.endOfStep(place));
+    const stepIndex = history.stepIndexOfNumber(step);
+    if (stepIndex >= 0) this.page.moveTo(history.endOfStep(stepIndex));
     const seq = [...names.seen.values()].findLast((each) => nameOf(each) === request);
     this.page.select(seq ? { kind: "sequence", id: seq.id } : { kind: "none" }, false);
   }

@@ -2,19 +2,19 @@
 // the moment after the event.
 
 import { chip } from "./colours.js";
-import { byId, changes, count, element, setChildren } from "./draw.js";
+import { byId, changeDetector, count, element, setChildren } from "./draw.js";
 import { GROUPS, KINDS, describe, wordsOfStep } from "./words.js";
 
-const LINES = 250;
-const SEARCHED = 20000; // Events that are listed, and that are searched for them.
+const MAX_ITEMS = 250;
+const MAX_SEARCHED = 20000; // The latest events, among which those to list are searched.
 const list = byId("log");
 const shownGroups = new Set(["requests", "server"]);
-const isOther = changes();
+const isOther = changeDetector();
 let items = new Map(); // Index of a line -> { item, label, names }: what the list shows now.
-let go = () => {};
+let goTo = () => {};
 
 export function onLog(listener) {
-  go = listener;
+  goTo = listener;
 }
 
 for (const group of GROUPS) {
@@ -24,48 +24,48 @@ for (const group of GROUPS) {
   button.addEventListener("click", () => {
     if (!shownGroups.delete(group)) shownGroups.add(group);
     button.ariaPressed = String(shownGroups.has(group));
-    go(null);
+    goTo(null);
   });
   byId("filters").append(button);
 }
 
 const limits = byId("log-limits");
 
-// `only` is the sequence to which the list is limited, or 0.
-export function drawLog(history, index, names, only = 0) {
+// `onlyId` is the sequence to which the list is limited, or 0.
+export function drawLog(history, index, names, onlyId = 0) {
   if (byId("events").hidden || !history.end) return;
-  if (!isOther(names, index, `${[...shownGroups]}`, only)) return;
-  const chosen = only && names.at(only, index);
+  if (!isOther(names, index, `${[...shownGroups]}`, onlyId)) return;
+  const chosen = onlyId && names.at(onlyId, index);
   limits.hidden = !chosen;
   if (chosen) limits.replaceChildren("Events of ", chip(chosen), " alone. “Esc” lists all events.");
-  const found = [];
-  const before = items;
+  const listItems = [];
+  const oldItems = items;
   items = new Map();
   for (
     let at = index;
-    at >= Math.max(history.first, index - SEARCHED) && found.length < LINES;
+    at >= Math.max(history.first, index - MAX_SEARCHED) && listItems.length < MAX_ITEMS;
     at -= 1
   ) {
     const [group] = KINDS[history.line(at)[0]] ?? [];
     if (!shownGroups.has(group)) continue;
     const event = history.event(at);
-    if (only && event.seq !== only) continue;
+    if (onlyId && event.seq !== onlyId) continue;
     const seq = names.at(event.seq, index);
-    const known = before.get(at);
-    const isKnown = known?.names === names && known.label === seq?.label;
-    const item = isKnown ? known.item : line(event, at, seq, names, history);
+    const oldItem = oldItems.get(at);
+    const isUnchanged = oldItem?.names === names && oldItem.label === seq?.label;
+    const item = isUnchanged ? oldItem.item : line(event, at, seq, names, history);
     items.set(at, { item, label: seq?.label, names });
-    found.push(item);
+    listItems.push(item);
   }
-  if (!found.length)
-    found.push(element("li", "none", emptyWords(only, index - SEARCHED <= history.first)));
-  setChildren(list, found);
+  if (!listItems.length)
+    listItems.push(element("li", "none", emptyWords(onlyId, index - MAX_SEARCHED <= history.first)));
+  setChildren(list, listItems);
 }
 
-function emptyWords(only, isSearchedWhole) {
+function emptyWords(onlyId, isSearchedWhole) {
   if (!shownGroups.size) return "No kind of event is chosen.";
-  const where = isSearchedWhole ? "Up to this step" : `In the last ${count(SEARCHED)} events`;
-  const whose = only ? " of the selected request" : "";
+  const where = isSearchedWhole ? "Up to this step" : `In the last ${count(MAX_SEARCHED)} events`;
+  const whose = onlyId ? " of the selected request" : "";
   return `${where}, there is no event${whose} of this kind: ${[...shownGroups].join(", ")}.`;
 }
 
@@ -80,6 +80,6 @@ function line(event, index, seq, names, history) {
   text.append(describe(event, (id) => names.letters(id)));
   item.append(number, step, element("span", "kind", word), text);
   item.title = `event ${event.number}, ${(event.time / 1e6).toFixed(3)} s`;
-  item.addEventListener("click", () => go(index));
+  item.addEventListener("click", () => goTo(index));
   return item;
 }

@@ -3,12 +3,12 @@
 
 import {
   byId,
-  changes,
+  changeDetector,
   colour,
   count,
   duration,
   element,
-  few,
+  fewDigits,
   onTheme,
   plural,
   prepare,
@@ -22,7 +22,7 @@ const WINDOW = 30; // Seconds that percentiles look back.
 const POINTS = 100; // Points of a small chart.
 
 const time = (microseconds) => (microseconds === null ? null : duration(microseconds));
-const share = (part, whole) => (whole > 0 ? [few((100 * part) / whole), "%"] : null);
+const share = (part, whole) => (whole > 0 ? [fewDigits((100 * part) / whole), "%"] : null);
 const ratio = (part, whole) => (whole > 0 ? part / whole : 0);
 
 // Each tile: its title, measure(page) -> { value: [number, unit] or null, words }, chart(totals,
@@ -33,7 +33,7 @@ const TILES = [
     ({ recent }) => {
       const tokens = recent.reduce((all, step) => all + step.sampled, 0);
       const seconds = span(recent);
-      return { value: [few(seconds ? tokens / seconds : 0), "/s"], words: "generated, last 3 s" };
+      return { value: [fewDigits(seconds ? tokens / seconds : 0), "/s"], words: "generated, last 3 s" };
     },
     (now, then) =>
       ratio(1e6 * (now.generated_tokens - then.generated_tokens), now.time - then.time),
@@ -86,7 +86,7 @@ const TILES = [
       return {
         value: recent.length ? time(total / recent.length) : null,
         words: recent.length
-          ? `device busy ${few(100 * Math.min(1, ratio(device, total)))} %`
+          ? `device busy ${fewDigits(100 * Math.min(1, ratio(device, total)))} %`
           : "no step",
       };
     },
@@ -125,10 +125,10 @@ const span = (steps) => (steps.length ? (steps[0].landed - steps.at(-1).start) /
 
 // Returns the steps of the last seconds before the cursor, newest first.
 function stepsBefore({ spans: { steps }, index, now }, seconds) {
-  const found = [];
+  const recentSteps = [];
   for (let i = lastLanded(steps, index); i >= 0 && steps[i].landed > now - 1e6 * seconds; i -= 1)
-    found.push(stepUpTo(steps[i], index));
-  return found;
+    recentSteps.push(stepUpTo(steps[i], index));
+  return recentSteps;
 }
 
 const tiles = TILES.map(([title, measure, chart, isShown]) => {
@@ -141,7 +141,7 @@ const tiles = TILES.map(([title, measure, chart, isShown]) => {
   byId("tiles").append(box);
   return { box, output, words, line, measure, chart, isShown, points: [] };
 });
-const isOtherChart = changes();
+const isOtherChart = changeDetector();
 onTheme(() => tiles.forEach(drawChart));
 
 export function drawMetrics({ state, spans, now, index }) {
@@ -173,10 +173,10 @@ export function drawMetrics({ state, spans, now, index }) {
 function drawChart({ line, points }) {
   const { context, width, height } = prepare(line);
   if (points.length < 2 || !width) return;
-  const most = Math.max(...points) * 1.1;
+  const largest = Math.max(...points) * 1.1;
   const at = (value, i) => [
     width * (1 - (points.length - 1 - i) / (POINTS - 1)),
-    height - 1 - (height - 3) * (most ? value / most : 0),
+    height - 1 - (height - 3) * (largest ? value / largest : 0),
   ];
   context.beginPath();
   points.forEach((value, i) =>

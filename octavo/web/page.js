@@ -43,10 +43,10 @@ export const page = {
   index: 0, // The cursor.
   now: 0, // The time at the cursor, in microseconds.
   follows: true, // The cursor is the latest event.
-  // What the next round of drawing begins with: lists of new lines, and the place to which a replay
-  // has come, or null.
+  // The next round of drawing adds these lists of new lines, and moves to the line that a replay has
+  // reached, or null.
   pending: [],
-  wanted: null,
+  replayIndex: null,
   isReplay: false,
   selection: { kind: "none" },
   hovered: 0, // A sequence.
@@ -67,7 +67,7 @@ export const page = {
     this.state = null;
     this.index = 0;
     this.pending = [];
-    this.wanted = null;
+    this.replayIndex = null;
   },
 
   // While the page follows, new lines wait for the next round: they would change the state that the
@@ -83,13 +83,13 @@ export const page = {
   advance() {
     const isNew = this.pending.length > 0;
     this.addPending();
-    if (this.follows && isNew) this.place(this.history.last, true);
-    else if (this.wanted !== null) this.place(this.wanted, false);
+    if (this.follows && isNew) this.setCursor(this.history.last, true);
+    else if (this.replayIndex !== null) this.setCursor(this.replayIndex, false);
   },
 
   // Moves the cursor behind the line with this index with the next round of drawing.
   moveOnTo(index) {
-    this.wanted = index;
+    this.replayIndex = index;
     redraw();
   },
 
@@ -97,7 +97,7 @@ export const page = {
   moveTo(index, follows = false) {
     if (!this.history.end) return;
     if (follows) this.addPending();
-    this.place(follows ? this.history.last : index, follows);
+    this.setCursor(follows ? this.history.last : index, follows);
     this.addPending(); // The state at the cursor is a copy now.
     redraw(true);
   },
@@ -108,9 +108,9 @@ export const page = {
     for (const lines of pending) this.history.add(lines);
   },
 
-  place(index, follows) {
+  setCursor(index, follows) {
     if (!this.history.end) return;
-    this.wanted = null;
+    this.replayIndex = null;
     const target = Math.max(this.history.first, Math.min(index, this.history.last));
     const from = { index: this.index, state: this.state };
     if (!follows && target > from.index && target - from.index < 400) {
@@ -129,11 +129,14 @@ export const page = {
   // Moves the cursor by steps. It then stands at the end of a step. From within a step, the first
   // move forward leads to the end of this step.
   moveSteps(number) {
-    const place = this.history.stepAt(this.index);
-    const isAtEnd = this.history.endOfStep(place) === this.index;
+    const stepIndex = this.history.stepAt(this.index);
+    const isAtEnd = this.history.endOfStep(stepIndex) === this.index;
     const target = Math.max(
       0,
-      Math.min(this.history.steps.length - 1, place + number - (number > 0 && !isAtEnd ? 1 : 0)),
+      Math.min(
+        this.history.steps.length - 1,
+        stepIndex + number - (number > 0 && !isAtEnd ? 1 : 0),
+      ),
     );
     this.moveTo(this.history.endOfStep(target));
   },
@@ -152,24 +155,24 @@ export const page = {
   findSequence(id) {
     if (!this.state) return null;
     const { sequences, ended, compiling } = this.state;
-    const holds = (seq) => seq.id === id;
-    return sequences.get(id) ?? ended.findLast(holds) ?? [...compiling.values()].find(holds) ?? null;
+    const hasId = (seq) => seq.id === id;
+    return sequences.get(id) ?? ended.findLast(hasId) ?? [...compiling.values()].find(hasId) ?? null;
   },
 
   // Returns the index of the last line up to the end of a step of an engine process for which
-  // `holds` is true, or null.
-  findEvent(holds, step, engine) {
+  // `matches` is true, or null.
+  findEvent(matches, step, engine) {
     const { history } = this;
     for (let at = this.index; at >= history.first; at -= 1) {
       const line = history.line(at);
-      if (line[2] <= step && holds(line) && history.engineAt(at) === engine) return at;
+      if (line[2] <= step && matches(line) && history.engineAt(at) === engine) return at;
     }
     return null;
   },
 
   // Returns the latest events of a sequence, oldest first.
-  eventsOf(id, most) {
-    const found = [];
+  eventsOf(id, maxEvents) {
+    const events = [];
     const kinds = new Set([
       "arrived",
       "forked",
@@ -180,13 +183,13 @@ export const page = {
       "failed",
       "copied",
     ]);
-    for (let at = this.index; at >= this.history.first && found.length < most; at -= 1) {
+    for (let at = this.index; at >= this.history.first && events.length < maxEvents; at -= 1) {
       const line = this.history.line(at);
       if (!kinds.has(line[0]) || line[4] !== id) continue;
-      found.unshift({ event: this.history.event(at), index: at });
+      events.unshift({ event: this.history.event(at), index: at });
       if (line[0] === "arrived" || line[0] === "forked") break;
     }
-    return found;
+    return events;
   },
 };
 page.reset();
@@ -257,7 +260,7 @@ const marksOf = ({ selection, hovered, hoveredBlock }) => ({
   isMine,
 });
 
-let isAsked = false; // A frame is asked for.
+let isFrameRequested = false;
 
 // An urgent change is shown by all panels in the next frame.
 export function redraw(urgent = false) {
@@ -266,13 +269,13 @@ export function redraw(urgent = false) {
 }
 
 function askForFrame() {
-  if (isAsked) return;
-  isAsked = true;
+  if (isFrameRequested) return;
+  isFrameRequested = true;
   requestAnimationFrame(draw);
 }
 
 function draw(time) {
-  isAsked = false;
+  isFrameRequested = false;
   if (!page.state) return;
   const isMore = rounds.drawFrame(time);
   page.isWhole = rounds.isWhole;
@@ -281,12 +284,12 @@ function draw(time) {
 }
 
 function drawFooter({ used, cached, free, total }) {
-  const holds = used + cached + free === total;
+  const isSumRight = used + cached + free === total;
   setText(
     byId("sum"),
-    `${count(used)} used + ${count(cached)} cached (can be evicted) + ${count(free)} free = ${plural(total, "block")} ${holds ? "✓" : "✗"}`,
+    `${count(used)} used + ${count(cached)} cached (can be evicted) + ${count(free)} free = ${plural(total, "block")} ${isSumRight ? "✓" : "✗"}`,
   );
-  byId("sum").className = holds ? "" : "bad";
+  byId("sum").className = isSumRight ? "" : "bad";
   const check = page.history.checkOf(page.state.about.stream, page.index);
   const { words, isBad } = describeCheck(check, page.state.engine);
   setText(byId("checked"), words);
@@ -296,10 +299,10 @@ function drawFooter({ used, cached, free, total }) {
 
 function describeCheck(check, engine) {
   if (!check) return { words: "", isBad: false };
-  const { step, found } = check;
-  return found.length
+  const { step, differences } = check;
+  return differences.length
     ? {
-        words: `✗ at ${nameOfStep(step, engine)} the page differed from the engine, please report this: ${found[0]}`,
+        words: `✗ at ${nameOfStep(step, engine)} the page differed from the engine, please report this: ${differences[0]}`,
         isBad: true,
       }
     : { words: `state checked against the engine at ${nameOfStep(step, engine)} ✓`, isBad: false };
@@ -356,7 +359,8 @@ export function showLink() {
   );
 }
 
-// Goes to what the address names, and says what of it the page does not have.
+// Goes to the step and selects the request or block of the address. Shows a notice if the page does not
+// have them.
 export function followLink() {
   if (!page.history.end) return;
   if (page.follows) page.moveTo(page.history.last, true); // With all lines that wait for a round.
@@ -369,30 +373,29 @@ export function followLink() {
   showNotice(notes.filter(Boolean).join(" "));
 }
 
-// Goes to a step of an engine process, or to the nearest one. Returns what is to be said about it.
+// Goes to a step of an engine process, or to the nearest one. Returns a notice about it, or "".
 function goToStep(number, wantedEngine) {
   const { history } = page;
-  const exact = history.placeOfNumber(number, wantedEngine);
+  const exact = history.stepIndexOfNumber(number, wantedEngine);
   if (exact >= 0) {
     page.moveTo(history.endOfStep(exact));
     return "";
   }
   const isKnown = history.nearestStep(number, wantedEngine) !== null;
   const engine = isKnown ? wantedEngine : history.end.engine;
-  const { first, last, place } = history.nearestStep(number, engine);
-  page.moveTo(history.endOfStep(place));
+  const { first, last, stepIndex } = history.nearestStep(number, engine);
+  page.moveTo(history.endOfStep(stepIndex));
   const steps = `steps ${count(first)} to ${count(last)}${engine > 1 ? ` of engine ${engine}` : ""}`;
   const shown = `and shows ${nameOfStep(page.state.step, engine)}`;
   return `${capitalised(nameOfStep(number, wantedEngine))} is not kept. This page has ${steps}, ${shown}.`;
 }
 
-// Selects the request with these letters, which may belong to several. Returns what is to be said
-// about it.
+// Selects the latest request with these letters. Returns a notice about it, or "".
 function selectNamed(name) {
-  const found = [...page.names.seen.values()].filter(
+  const matches = [...page.names.seen.values()].filter(
     (each) => `${letters(each.name)}${each.index ? `.${each.index}` : ""}` === name,
   );
-  const seq = found.findLast(({ id }) => page.findSequence(id)) ?? found.at(-1);
+  const seq = matches.findLast(({ id }) => page.findSequence(id)) ?? matches.at(-1);
   if (!seq) return `The request ${name} is not kept.`;
   page.select({ kind: "sequence", id: seq.id });
   return "";

@@ -1,6 +1,6 @@
 // The prompt box. It sends an ordinary request; the page highlights the request by its id.
 
-import { byId as $, count, few, short, spell } from "./draw.js";
+import { byId as $, count, fewDigits, formatDuration, shortId } from "./draw.js";
 import { address, authorization } from "./feed.js";
 
 const reply = $("reply");
@@ -12,7 +12,7 @@ let numbers = {};
 
 export const isMine = (request) => id !== null && request.startsWith(id);
 
-// Notes what the engine says about the request.
+// Takes the numbers of the request from the state of the engine.
 export function followMine(state) {
   if (!running) return;
   for (const seq of state.sequences.values()) {
@@ -23,13 +23,13 @@ export function followMine(state) {
 }
 
 function showFacts() {
-  const parts = id ? [`request ${short(id)}`] : [];
+  const parts = id ? [`request ${shortId(id)}`] : [];
   if (numbers.state && running) parts.push(numbers.state);
   if (numbers.blocks !== undefined) parts.push(`${count(numbers.blocks)} blocks`);
   if (numbers.cached) parts.push(`${count(numbers.cached)} tokens cached`);
-  if (numbers.first) parts.push(`first token after ${spell(1e6 * numbers.first)}`);
+  if (numbers.first) parts.push(`first token after ${formatDuration(1e6 * numbers.first)}`);
   if (numbers.tokens > 1 && numbers.seconds)
-    parts.push(`${few((numbers.tokens - 1) / numbers.seconds)} tokens/s`);
+    parts.push(`${fewDigits((numbers.tokens - 1) / numbers.seconds)} tokens/s`);
   if (numbers.reason) parts.push(`finish reason: ${numbers.reason}`);
   facts.textContent = parts.join(" · ");
 }
@@ -37,11 +37,11 @@ function showFacts() {
 // Yields the objects of an event stream as they arrive.
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ;) {
+  for (let incomplete = ""; ;) {
     const { value, done } = await reader.read();
     if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
+    const parts = (incomplete + value).split("\n\n");
+    incomplete = parts.pop();
     for (const part of parts) {
       if (part === "data: [DONE]") return;
       if (part.startsWith("data: ")) yield JSON.parse(part.slice(6));
@@ -66,8 +66,8 @@ async function ask(text, max_tokens, priority) {
   const tokenizer = await fetch(address("tokenizer_info"), { headers: authorization() }).then(
     (r) => (r.ok ? r.json() : {}),
   );
-  const begun = performance.now();
-  const found =
+  const startTime = performance.now();
+  const response =
     tokenizer.chat_template === null
       ? await post("v1/completions", { prompt: text, max_tokens, ...priority })
       : await post("v1/chat/completions", {
@@ -75,16 +75,16 @@ async function ask(text, max_tokens, priority) {
           max_tokens,
           ...priority,
         });
-  if (!found.ok) throw new Error((await found.json()).error.message);
-  id = found.headers.get("x-request-id");
+  if (!response.ok) throw new Error((await response.json()).error.message);
+  id = response.headers.get("x-request-id");
   let first = 0;
-  for await (const event of events(found.body)) {
+  for await (const event of events(response.body)) {
     if (event.error) throw new Error(event.error.message);
     const choice = event.choices[0];
     const piece = choice?.delta?.content ?? choice?.text ?? "";
     if (piece && !first) {
       first = performance.now();
-      numbers.first = (first - begun) / 1000;
+      numbers.first = (first - startTime) / 1000;
     }
     if (piece) numbers.tokens = (numbers.tokens ?? 0) + 1;
     if (event.usage) {

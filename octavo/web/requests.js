@@ -3,14 +3,14 @@
 import { chip, nameOf } from "./colours.js";
 import {
   byId,
-  changes,
+  changeDetector,
   count,
   element,
+  formatDuration,
   plural,
   setChildren,
   setText,
-  short,
-  spell,
+  shortId,
 } from "./draw.js";
 import { blockerOf, cachedOf, countStates, wordsOfReason } from "./state.js";
 import { FINISH_REASONS, nameOfStep, wordsOfRefusal } from "./words.js";
@@ -27,9 +27,9 @@ const STATES = {
 
 const SHOWN_LIVE = 120;
 const SHOWN_ENDED = 60;
-const LONG = 40; // Of a table with more rows, only those in sight are made.
-const MARGIN = 8; // Rows around those in sight.
-const USUAL_HEIGHT = 24; // Of a row that was not seen yet, in pixels.
+const LONG_TABLE = 40; // In a table with more rows than this, only the rows in sight are made.
+const MARGIN = 8; // Rows above and below those in sight that are made too.
+const USUAL_HEIGHT = 24; // The assumed height of a row that was not in sight yet, in pixels.
 const isNarrow = matchMedia("(max-width: 760px)");
 const isMedium = matchMedia("(max-width: 1180px)");
 const body = byId("rows");
@@ -41,9 +41,9 @@ let heights = new Map(); // key -> the height of its row when it was seen last
 let select = () => {};
 let hover = () => {};
 let redraw = () => {};
-let only = ""; // The count of the header to which the table is limited.
+let shownState = ""; // The state in the header to which the table is limited, or "".
 let listed = []; // The ids of the listed requests, in their order.
-const isOtherSelection = changes();
+const isOtherSelection = changeDetector();
 
 export function onRequests(listeners) {
   ({ select, hover, redraw } = listeners);
@@ -59,13 +59,13 @@ function newRow(key) {
   const bars = ["prompt", "generated", "computed", "cached"].map((kind) => element("i", kind));
   meter.append(...bars);
   const word = element("span");
-  const often = element("small");
-  cells[1].append(word, often);
+  const preemptionNote = element("small");
+  cells[1].append(word, preemptionNote);
   cells[2].append(meter, note);
   for (const cell of cells.slice(3)) cell.className = "num";
   tr.append(...cells);
   tr.tabIndex = -1;
-  const row = { key, tr, cells, meter, bars, note, word, often, look: "" };
+  const row = { key, tr, cells, meter, bars, note, word, preemptionNote, identity: "" };
   tr.addEventListener("click", () => select(row.seq.id));
   tr.addEventListener("keydown", (event) => {
     const actions = {
@@ -132,8 +132,8 @@ function wordsOf(seq, state) {
       reason !== seq.state && wordsOfRefusal(reason),
       seq.preemptions && `preempted ×${seq.preemptions}`,
       `${count(seq.prompt)} prompt + ${count(seq.generated)} reply tokens`,
-      seq.first_token && `TTFT ${spell(seq.first_token - seq.arrival)}`,
-      `total ${spell(seq.ended - seq.arrival)}`,
+      seq.first_token && `TTFT ${formatDuration(seq.first_token - seq.arrival)}`,
+      `total ${formatDuration(seq.ended - seq.arrival)}`,
     ];
     return [seq.state, parts.filter(Boolean).join(" · ")];
   }
@@ -152,10 +152,10 @@ const tail = (text, length) => (text.length > length ? `…${text.slice(-length)
 function fill(row, state, marks) {
   const { seq } = row;
   const [word, why] = wordsOf(seq, state);
-  const look = `${seq.label} ${nameOf(seq)} ${seq.request}`;
-  if (row.look !== look) {
-    row.look = look;
-    row.cells[0].replaceChildren(chip(seq), element("span", "id", short(seq.request)));
+  const identity = `${seq.label} ${nameOf(seq)} ${seq.request}`;
+  if (row.identity !== identity) {
+    row.identity = identity;
+    row.cells[0].replaceChildren(chip(seq), element("span", "id", shortId(seq.request)));
     row.cells[0].title = seq.request;
   }
   row.tr.className = [
@@ -167,8 +167,8 @@ function fill(row, state, marks) {
   row.cells[1].className = `state ${word}`;
   const isMarked = seq.preemptions && seq.ended === undefined;
   setText(row.word, word);
-  setText(row.often, isMarked ? `preempted ×${seq.preemptions}` : "");
-  row.often.hidden = !isMarked || (word === "preempted" && seq.preemptions === 1);
+  setText(row.preemptionNote, isMarked ? `preempted ×${seq.preemptions}` : "");
+  row.preemptionNote.hidden = !isMarked || (word === "preempted" && seq.preemptions === 1);
   const limit = Math.max(seq.limit, seq.prompt + seq.generated, 1);
   const part = (n) => `${Math.min(100, (100 * n) / limit).toFixed(2)}%`;
   const computed = Math.min(seq.computed + seq.dropped, seq.prompt);
@@ -213,7 +213,7 @@ export function drawRequests(state, marks) {
     (a, b) =>
       (a.state === "waiting") - (b.state === "waiting") || a.name - b.name || a.index - b.index,
   );
-  const isChosen = (seq) => !only || STATES[only].includes(seq.state);
+  const isChosen = (seq) => !shownState || STATES[shownState].includes(seq.state);
   const chosen = live.filter(isChosen);
   const over = state.ended.filter(isChosen);
   const shown = [
@@ -236,13 +236,13 @@ export function drawRequests(state, marks) {
     : 4 + (isMedium.matches ? 0 : 1 + hasTenants) + hasPriorities;
   listed = shown.map(({ id }) => id);
   const isNewlySelected = isOtherSelection(marks.selected) && marks.selected;
-  const place = isNewlySelected ? listed.indexOf(marks.selected) : -1;
-  if (place >= 0 && shown.length > LONG) bringNear(shown, place);
+  const index = isNewlySelected ? listed.indexOf(marks.selected) : -1;
+  if (index >= 0 && shown.length > LONG_TABLE) scrollNear(shown, index);
   const [first, last] = findInSight(shown);
   for (const row of placeRows(shown, first, last)) fill(row, state, marks);
   const selected = rows.get(String(marks.selected));
   const focused = [...rows.values()].find(({ tr }) => tr === document.activeElement);
-  if (place >= 0 && selected) {
+  if (index >= 0 && selected) {
     showRow(selected.tr);
     if (focused) selected.tr.focus({ preventScroll: true });
   }
@@ -250,29 +250,29 @@ export function drawRequests(state, marks) {
   byId("requests").ariaRowCount = String(shown.length + 1);
   byId("no-requests").hidden = shown.length > 0;
   const noRequests = document.body.classList.contains("replay") ? NONE_YET : NO_REQUESTS;
-  setText(byId("no-requests"), only ? `No request is listed as ${only}.` : noRequests);
+  setText(byId("no-requests"), shownState ? `No request is listed as ${shownState}.` : noRequests);
   drawCounts(state, live);
 }
 
-// Returns the places of the first and the last request that need a row now. Of a long table, these
+// Returns the indices of the first and the last request that need a row now. Of a long table, these
 // are the ones in sight and a few around them: the browser lays out and paints all rows there are.
 function findInSight(shown) {
-  if (shown.length <= LONG) return [0, shown.length - 1];
+  if (shown.length <= LONG_TABLE) return [0, shown.length - 1];
   for (const [key, { tr }] of rows) heights.set(key, tr.offsetHeight || USUAL_HEIGHT);
   const { scrollTop, clientHeight } = box;
   let top = 0;
   let [first, last] = [0, shown.length - 1];
-  shown.forEach((seq, place) => {
-    if (top < scrollTop) first = place;
-    if (top < scrollTop + clientHeight) last = place;
+  shown.forEach((seq, index) => {
+    if (top < scrollTop) first = index;
+    if (top < scrollTop + clientHeight) last = index;
     top += heightOf(seq);
   });
   return [Math.max(0, first - MARGIN), Math.min(shown.length - 1, last + MARGIN)];
 }
 
 // Scrolls a long table so that the row of a request is one of those that are made.
-function bringNear(shown, place) {
-  const top = shown.slice(0, place).reduce((all, seq) => all + heightOf(seq), 0);
+function scrollNear(shown, index) {
+  const top = shown.slice(0, index).reduce((all, seq) => all + heightOf(seq), 0);
   if (top < box.scrollTop || top > box.scrollTop + box.clientHeight - 2 * USUAL_HEIGHT)
     box.scrollTop = top;
 }
@@ -293,10 +293,10 @@ function placeRows(shown, first, last) {
     body,
     placed.map(({ tr }) => tr),
   );
-  const isLong = shown.length > LONG;
-  const tall = (sequences) => sequences.reduce((all, seq) => all + heightOf(seq), 0);
-  const above = isLong ? tall(shown.slice(0, first)) : 0;
-  const below = isLong ? tall(shown.slice(last + 1)) : 0;
+  const isLong = shown.length > LONG_TABLE;
+  const heightOfRows = (sequences) => sequences.reduce((all, seq) => all + heightOf(seq), 0);
+  const above = isLong ? heightOfRows(shown.slice(0, first)) : 0;
+  const below = isLong ? heightOfRows(shown.slice(last + 1)) : 0;
   leaveRoom(byId("rows-above"), above);
   leaveRoom(byId("rows-below"), below);
   if (!isLong) heights = new Map();
@@ -328,8 +328,8 @@ const counts = Object.fromEntries(
 );
 
 function limitTo(name) {
-  only = only === name ? "" : name;
-  for (const [each, { button }] of Object.entries(counts)) button.ariaPressed = String(each === only);
+  shownState = shownState === name ? "" : name;
+  for (const [each, { button }] of Object.entries(counts)) button.ariaPressed = String(each === shownState);
   redraw();
 }
 
@@ -341,7 +341,7 @@ function drawCounts(state, live) {
   setText(counts.done.words, ` done${since}`);
   for (const [name, { item, number }] of Object.entries(counts)) {
     setText(number, count(numbers[name]));
-    item.hidden = !numbers[name] && only !== name && (name === "failed" || name === "refused");
+    item.hidden = !numbers[name] && shownState !== name && (name === "failed" || name === "refused");
   }
   const preempted = live.filter((seq) => seq.state === "waiting" && seq.preemptions).length;
   setText(counts.waiting.words, preempted ? ` waiting, ${preempted} of them preempted` : " waiting");

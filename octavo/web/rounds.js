@@ -13,7 +13,7 @@ export class Rounds {
     { calm = CALM_MS, budget = BUDGET_MS, clock = () => performance.now() } = {},
   ) {
     Object.assign(this, { panels, advance, calm, budget, clock });
-    this.left = []; // The panels that this round still has to draw.
+    this.remaining = []; // The panels that this round still has to draw.
     this.begunAt = -Infinity;
     this.isDue = false; // Something has changed since this round began.
     this.isUrgent = false; // The next frame draws all panels.
@@ -21,7 +21,7 @@ export class Rounds {
 
   // Whether all panels show the same moment now.
   get isWhole() {
-    return !this.left.length;
+    return !this.remaining.length;
   }
 
   ask(isUrgent) {
@@ -29,14 +29,14 @@ export class Rounds {
     this.isUrgent ||= isUrgent;
   }
 
-  // Draws what belongs into a frame. Returns whether more is to be drawn in a later one.
+  // Draws the panels of one frame. Returns whether a later frame has to draw more.
   drawFrame(time) {
     const isUrgent = this.isUrgent;
     const isNext = this.isWhole && this.isDue && time - this.begunAt >= this.calm;
     if (isUrgent || isNext) this.#begin(time);
     const end = this.clock() + this.budget;
-    while (this.left.length) {
-      this.left.shift()();
+    while (this.remaining.length) {
+      this.remaining.shift()();
       if (!isUrgent && this.clock() > end) break;
     }
     return !this.isWhole || this.isDue;
@@ -46,6 +46,6 @@ export class Rounds {
     this.isDue = this.isUrgent = false;
     this.advance();
     this.begunAt = time;
-    this.left = [...this.panels];
+    this.remaining = [...this.panels];
   }
 }

@@ -44,7 +44,7 @@ export async function openSource(page, tools) {
       tools.followLink();
     },
     onLines: (lines) => page.addLines(lines),
-    say: (state, words) => say(state, words),
+    showStatus,
   });
 }
 
@@ -54,7 +54,7 @@ export async function openSource(page, tools) {
 async function readRecording(index) {
   const embedded = byId(`recording-${index}`);
   if (embedded) return unpack(embedded.textContent);
-  say("starting", "loading the recording");
+  showStatus("starting", "loading the recording");
   const reply = await fetch(`./recording-${index}`);
   if (!reply.ok) throw new Error(`the recording cannot be loaded: ${reply.status}`);
   return reply.text();
@@ -84,13 +84,13 @@ async function openRecording(page, { redraw, followLink }, text) {
   for (let at = 0; at < lines.length; at += CHUNK) {
     page.history.add(lines.slice(at, at + CHUNK));
     if (at + CHUNK < lines.length) {
-      say("starting", `reading ${Math.round((100 * at) / lines.length)} %`);
+      showStatus("starting", `reading ${Math.round((100 * at) / lines.length)} %`);
       await new Promise((done) => setTimeout(done));
     }
   }
   page.moveTo(page.history.first);
   page.moveTo(page.history.endOfStep(Math.min(1, page.history.steps.length - 1)));
-  say("replay", "recording");
+  showStatus("replay", "recording");
   byId("tab-try").hidden = true;
   followLink();
   redraw(true);
@@ -98,7 +98,7 @@ async function openRecording(page, { redraw, followLink }, text) {
 
 // ---- the server ---------------------------------------------------------------------------------
 
-export function say(state, words) {
+export function showStatus(state, words) {
   byId("status").dataset.state = state;
   setText(byId("status-text"), words);
   document.body.classList.toggle("stale", !["ready", "replay"].includes(state));
@@ -114,7 +114,7 @@ function showServer({ server, model }) {
         : PHASES[phase] && state !== "ready"
           ? PHASES[phase]
           : state;
-  say(state, words);
+  showStatus(state, words);
   showControls(server);
   byId("tab-what-if").hidden = !server.controls;
   byId("progress").hidden = progress === undefined;

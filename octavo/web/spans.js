@@ -1,21 +1,21 @@
-// What requests and steps did over time, for the timeline and the percentiles. It is built from the
+// The spans of requests and the steps over time, for the timeline and the percentiles. It is built from the
 // same events as the state, and grows with them. Times are in microseconds.
 //
-// The views show one moment, the cursor. What follows it may be known already, because the page
-// stands still or shows a recording. Therefore everything here says with which line of the history
-// it became known (`at`), and laneUpTo, stepUpTo, lastLanded and Samples.before leave out what is
-// later. Times cannot tell: several events may have the same one.
+// The views show one moment, the cursor. Later events may be known already, because the page stands
+// still or shows a recording. Therefore everything here has the index of the line with which it became
+// known (`at`), and laneUpTo, stepUpTo, lastLanded and Samples.before leave out what is later. Times
+// are not enough for this, because several events may have the same time.
 
 import { countBlocks } from "./state.js";
 
 const INTERVAL = 2e5; // Between two totals.
 const MAX_TOTALS = 40_000; // The older half is forgotten when there are more.
 
-// Values, and when and with which line they were measured, in this order. Arrays of numbers hold
-// millions of them.
+// Measured values, each with its time and the index of its line, in the order of the lines. Typed
+// arrays hold millions of them.
 class Samples {
   constructor() {
-    this.places = new Uint32Array(1024);
+    this.indices = new Uint32Array(1024);
     this.times = new Float64Array(1024);
     this.values = new Float32Array(1024);
     this.length = 0;
@@ -23,13 +23,13 @@ class Samples {
 
   add(at, time, value) {
     if (this.length === this.times.length) {
-      for (const name of ["places", "times", "values"]) {
+      for (const name of ["indices", "times", "values"]) {
         const larger = new this[name].constructor(2 * this.length);
         larger.set(this[name]);
         this[name] = larger;
       }
     }
-    this.places[this.length] = at;
+    this.indices[this.length] = at;
     this.times[this.length] = time;
     this.values[this.length] = value;
     this.length += 1;
@@ -41,7 +41,7 @@ class Samples {
     let high = this.length;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (this.places[middle] <= index) low = middle + 1;
+      if (this.indices[middle] <= index) low = middle + 1;
       else high = middle;
     }
     let first = low;
@@ -52,10 +52,10 @@ class Samples {
 }
 
 // A lane is the life of one sequence. Its spans follow each other:
-//   waiting    until it is admitted; `why` is the last reason
-//   preempted  likewise, after a preemption
+//   waiting    until it is admitted; `reasons` say why it waits
+//   preempted  until it is admitted again; `reasons` begin with that of the preemption
 //   prefill    one chunk: tokens, step
-//   decode     consecutive steps that sample: places of the first and the last step
+//   decode     consecutive steps that sample: indices of the first and the last step
 class Lane {
   constructor(seq, { time, engine }, at) {
     this.at = at;
@@ -113,14 +113,14 @@ export function laneUpTo(lane, index, { steps }) {
 }
 
 function spanUpTo(span, index, steps) {
-  const found = { ...span };
+  const known = { ...span };
   if (span.kind === "decode" && span.last >= span.first) {
-    found.last = Math.min(span.last, lastLanded(steps, index));
-    found.end = steps[found.last].landed;
-    found.drafts = span.drafts.slice(0, found.last - span.first + 1);
-  } else if (span.endAt > index) Object.assign(found, { end: Infinity, endAt: Infinity });
-  if (span.whys) found.whys = span.whys.filter(({ at }) => at <= index);
-  return found;
+    known.last = Math.min(span.last, lastLanded(steps, index));
+    known.end = steps[known.last].landed;
+    known.drafts = span.drafts.slice(0, known.last - span.first + 1);
+  } else if (span.endAt > index) Object.assign(known, { end: Infinity, endAt: Infinity });
+  if (span.reasons) known.reasons = span.reasons.filter(({ at }) => at <= index);
+  return known;
 }
 
 // Returns a step that has landed as it was known after the line with this index: its times come
@@ -135,7 +135,7 @@ export class Spans {
     this.lanes = new Map(); // By sequence id of the present engine process.
     this.allLanes = []; // In the order of arrival.
     this.steps = []; // Steps that have landed, in their order.
-    this.places = new Map(); // Step number -> its place in `steps`, of steps in flight and the latest ones.
+    this.stepIndices = new Map(); // Step number -> its index in `steps`, of the latest steps.
     // What the slider marks: { kind, at }. A preemption names the sequence.
     this.marks = [];
     this.sharings = []; // The lines with which a request got blocks that others hold.
@@ -234,7 +234,7 @@ const handlers = {
     const span = lane?.spans.at(-1);
     if (!span || span.end !== Infinity) return;
     lane.changedAt = at;
-    (span.whys ??= []).push({ at, step: event.step, reason: event.reason, needed: event.needed });
+    (span.reasons ??= []).push({ at, step: event.step, reason: event.reason, needed: event.needed });
   },
   admitted(spans, event, state, at) {
     const lane = spans.laneOf(event.seq, state, at);
@@ -265,7 +265,7 @@ const handlers = {
     const lane = spans.laneOf(event.seq, state, at);
     spans.marks.push({ kind: "preempted", at, seq: event.seq });
     lane.begin("preempted", at, event.time, {
-      whys: [{ at, step: event.step, reason: event.reason }],
+      reasons: [{ at, step: event.step, reason: event.reason }],
       beneficiary: event.beneficiary,
       positions: event.positions,
     });
@@ -293,7 +293,7 @@ const handlers = {
     spans.plans.delete(event.of);
     if (!planned) return;
     const { plan, time } = planned;
-    const place = spans.steps.length;
+    const stepIndex = spans.steps.length;
     const start = Math.max(time, spans.steps.at(-1)?.landed ?? 0);
     const step = {
       at,
@@ -312,8 +312,8 @@ const handlers = {
       urgent: plan.urgent,
     };
     spans.steps.push(step);
-    spans.places.set(event.of, place);
-    spans.places.delete(event.of - 64);
+    spans.stepIndices.set(event.of, stepIndex);
+    spans.stepIndices.delete(event.of - 64);
     plan.items.forEach((item, i) => {
       const sampled = event.tokens ? event.tokens[i] : item.samples;
       if (item.start === undefined) step.decode += 1;
@@ -326,7 +326,7 @@ const handlers = {
       if (!lane || (lane.spans.at(-1).start > time && lane.spans.at(-1).kind === "preempted"))
         return;
       lane.changedAt = at;
-      if (item.start === undefined) addDecode(lane, place, step, item, sampled);
+      if (item.start === undefined) addDecode(lane, stepIndex, step, item, sampled);
       else {
         lane.begin("prefill", at, start, {
           end: event.time,
@@ -334,14 +334,14 @@ const handlers = {
           step: event.of,
           tokens: item.tokens,
           from: item.start,
-          place,
+          stepIndex,
         });
       }
       if (sampled) addToken(spans, lane, at, event.time, sampled);
     });
   },
   committed(spans, event, state, at) {
-    const step = spans.steps[spans.places.get(event.of)];
+    const step = spans.steps[spans.stepIndices.get(event.of)];
     if (!step) return;
     step.committedAt = at;
     step.uncommitted = { start: step.start };
@@ -358,23 +358,23 @@ const handlers = {
   },
 };
 
-function addDecode(lane, place, step, item, sampled) {
+function addDecode(lane, stepIndex, step, item, sampled) {
   const span = lane.spans.at(-1);
-  if (span.kind === "decode" && span.last === place - 1) {
-    span.last = place;
+  if (span.kind === "decode" && span.last === stepIndex - 1) {
+    span.last = stepIndex;
     span.end = step.landed;
     span.tokens += sampled;
   } else {
     lane.begin("decode", step.at, step.start, {
-      first: place,
-      last: place,
+      first: stepIndex,
+      last: stepIndex,
       end: step.landed,
       tokens: sampled,
       drafts: [],
     });
   }
   if (item.drafts) {
-    lane.spans.at(-1).drafts[place - lane.spans.at(-1).first] = {
+    lane.spans.at(-1).drafts[stepIndex - lane.spans.at(-1).first] = {
       drafted: item.drafts,
       accepted: sampled - 1,
     };
@@ -397,7 +397,7 @@ function endLane(spans, event, at, reason) {
 export const percentile = (sorted, q) =>
   sorted.length ? sorted[Math.max(Math.ceil((sorted.length * q) / 100) - 1, 0)] : null;
 
-// Returns the place of the last entry for which `holds` is true, or -1. It must be true up to some
+// Returns the index of the last entry for which `holds` is true, or -1. It must be true up to some
 // entry and false after it.
 export function findLast(list, holds) {
   let low = -1;
@@ -410,5 +410,5 @@ export function findLast(list, holds) {
   return low;
 }
 
-// Returns the place of the last step that had landed at the line with this index, or -1.
+// Returns the index of the last step that had landed at the line with this index, or -1.
 export const lastLanded = (steps, index) => findLast(steps, (step) => step.at <= index);

@@ -73,10 +73,10 @@ export function stateFrom(about, snapshot, number = 0, step = 0, time = 0) {
   };
   for (const { seq, waits, ...fields } of snapshot.sequences) {
     const [, reason, needed, waits_for, ahead] = waits ?? [];
-    const known = waits ? { reason, needed, waits_for, ahead, step } : null;
+    const wait = waits ? { reason, needed, waits_for, ahead, step } : null;
     state.sequences.set(
       seq,
-      newSequence({ ...fields, id: seq, table: fields.table.slice(), waits: known }),
+      newSequence({ ...fields, id: seq, table: fields.table.slice(), waits: wait }),
     );
     for (const block of fields.table) state.references[block] += 1;
   }
@@ -182,8 +182,8 @@ function releaseBlock(state, block) {
   state.freeOrder[block] = state.contents[block] ? (state.back += 1) : (state.front -= 1);
 }
 
-// Returns the content of a full block. Of two blocks with the same content, only one has its number:
-// then the next block of the sequence tells it, if it is full.
+// Returns the content of a full block. Of two blocks with the same content, only one has its number.
+// For the other, the parent of the sequence's next block is the content, if that block is full.
 const contentOf = (state, block, next) =>
   state.contents[block] || (next && state.contents[next] ? state.parents[next] : 0);
 
@@ -285,8 +285,8 @@ const handlers = {
   },
   refused(state, { request, reason, time, step }) {
     state.compiling.delete(request);
-    // A request that had been queued has ended already, or is about to: this is what its client was
-    // told.
+    // A request that had been queued has ended already, or is about to. `answer` is the reason that its
+    // client received.
     const queued = [...state.sequences.values(), ...state.ended].filter(
       (seq) => seq.request === request || seq.request.startsWith(`${request}-`),
     );
@@ -536,12 +536,12 @@ export const isOfAnother = ({ reason, needed }) => reason === TOO_FEW_BLOCKS && 
 // Returns the waiting sequence at which the latest plan stopped, or null. Those behind it were not
 // tried.
 export function lastTried(state) {
-  let found = null;
+  let last = null;
   for (const seq of state.sequences.values()) {
     if (seq.state !== "waiting" || !seq.waits || isOfAnother(seq.waits)) continue;
-    if (seq.waits.ahead >= (found?.waits.ahead ?? 0)) found = seq;
+    if (seq.waits.ahead >= (last?.waits.ahead ?? 0)) last = seq;
   }
-  return found;
+  return last;
 }
 
 // Returns the waiting sequence whose reason explains why this one waits: itself, one before it, or
@@ -569,7 +569,7 @@ export function decisionOf({ waits }, { plan }) {
 export const countAvailable = ({ about, used }) => about.num_blocks - used;
 
 // Returns a reason for waiting in words. A plan decides at the start of a step, and a sequence may
-// end before the end of it. `needed` are the blocks that the sequence needs to start.
+// end before the end of it. `needed` is the number of blocks that the sequence needs to start.
 export function wordsOfReason(reason, state, needed = 0) {
   if (reason === NO_FREE_SLOT && hasFreeSlot(state))
     return "every batch slot was in use at the start of this step";
@@ -588,12 +588,12 @@ export function countReusable({ preempted }, state) {
   if (!preempted) return null;
   const onDevice = new Set(state.contents);
   const onHost = new Set(state.hostContents);
-  const found = { device: 0, host: 0 };
+  const reusable = { device: 0, host: 0 };
   for (const content of preempted.contents) {
     if (!content || !(onDevice.has(content) || onHost.has(content))) break;
-    found[onDevice.has(content) ? "device" : "host"] += 1;
+    reusable[onDevice.has(content) ? "device" : "host"] += 1;
   }
-  return found;
+  return reusable;
 }
 
 // Returns block -> ids of the sequences that hold it.
@@ -640,30 +640,30 @@ const COUNTED = ["preemptions", "copies", "queried_tokens", "cached_tokens", "re
 // what differs, in words.
 export function compareWithEngine(state, about, snapshot) {
   const engine = stateFrom(about, snapshot);
-  const found = [];
-  const differ = (what, mine, theirs) => {
+  const differences = [];
+  const compare = (what, mine, theirs) => {
     if (JSON.stringify(mine) !== JSON.stringify(theirs))
-      found.push(`${what}: page ${JSON.stringify(mine)}, engine ${JSON.stringify(theirs)}`);
+      differences.push(`${what}: page ${JSON.stringify(mine)}, engine ${JSON.stringify(theirs)}`);
   };
-  differ("live sequences", [...state.sequences.keys()].sort(), [...engine.sequences.keys()].sort());
+  compare("live sequences", [...state.sequences.keys()].sort(), [...engine.sequences.keys()].sort());
   for (const [id, theirs] of engine.sequences) {
     const mine = state.sequences.get(id);
     if (!mine) continue;
     for (const name of COMPARED)
-      differ(`${name} of sequence ${id}`, mine[name] ?? null, theirs[name] ?? null);
+      compare(`${name} of sequence ${id}`, mine[name] ?? null, theirs[name] ?? null);
     if (theirs.state !== "waiting")
-      differ(`tokens of sequence ${id}`, mine.generated, theirs.generated);
-    differ(`blocks of sequence ${id}`, mine.table, theirs.table);
+      compare(`tokens of sequence ${id}`, mine.generated, theirs.generated);
+    compare(`blocks of sequence ${id}`, mine.table, theirs.table);
     const [why, whyOfEngine] = [mine, theirs].map(({ waits }) => waits && { ...waits, step: 0, used: 0 });
-    differ(`reason why sequence ${id} waits`, why, whyOfEngine);
+    compare(`reason why sequence ${id} waits`, why, whyOfEngine);
   }
-  differ("contents", [...state.contents], [...engine.contents]);
-  differ("references", [...state.references], [...engine.references]);
-  differ("free list", freeList(state), freeList(engine));
-  differ("host contents", [...state.hostContents], [...engine.hostContents]);
-  differ("host blocks that are ready", [...state.hostReady], [...engine.hostReady]);
-  differ("contents on disk", state.onDisk, engine.onDisk);
-  differ("steps in flight", [...state.inFlight.keys()], [...engine.inFlight.keys()]);
-  for (const name of COUNTED) differ(name, state.counters[name], engine.counters[name]);
-  return found;
+  compare("contents", [...state.contents], [...engine.contents]);
+  compare("references", [...state.references], [...engine.references]);
+  compare("free list", freeList(state), freeList(engine));
+  compare("host contents", [...state.hostContents], [...engine.hostContents]);
+  compare("host blocks that are ready", [...state.hostReady], [...engine.hostReady]);
+  compare("contents on disk", state.onDisk, engine.onDisk);
+  compare("steps in flight", [...state.inFlight.keys()], [...engine.inFlight.keys()]);
+  for (const name of COUNTED) compare(name, state.counters[name], engine.counters[name]);
+  return differences;
 }

@@ -4,8 +4,8 @@
 //   device    when the device computes; below it, when the host plans, launches and commits
 //   lanes     one for each request: waiting, prefill chunks, decode steps, preemptions
 
-import { fillOf, lookOf, nameOf } from "./colours.js";
-import { colour, count, explain, plural, prepare, spell } from "./draw.js";
+import { fillOf, nameOf, styleOf } from "./colours.js";
+import { colour, count, explain, formatDuration, plural, prepare } from "./draw.js";
 import { findLast, laneUpTo, lastLanded, stepUpTo } from "./spans.js";
 import { FINISH_REASONS, nameOfStep, wordsOfReturn } from "./words.js";
 
@@ -20,26 +20,26 @@ const TOP = AXIS + TOKENS + DEVICE + HOST + 12; // Where the lanes begin.
 
 // The steps that overlap an interval, and had landed at a line of the history.
 function stepsBetween(steps, from, to, index) {
-  const found = [];
+  const shownSteps = [];
   const first = findLast(steps, (step) => step.landed < from) + 1;
   for (let i = first; i < steps.length && steps[i].at <= index && steps[i].start <= to; i += 1)
-    found.push(stepUpTo(steps[i], index));
-  return found;
+    shownSteps.push(stepUpTo(steps[i], index));
+  return shownSteps;
 }
 
 const hasEnded = (lane, index, time) => lane.endAt <= index && lane.end <= time;
 
-// Returns how many microseconds to show, so that about 40 steps are seen. It changes rarely, so
+// Returns the number of microseconds to show, so that about 40 steps are seen. It changes rarely, so
 // that the picture stays calm.
 function chooseWidth(spans, index, width) {
   const place = lastLanded(spans.steps, index);
   if (place < 1) return width;
   const earlier = spans.steps[Math.max(0, place - 40)];
-  const wanted = Math.max(
+  const newWidth = Math.max(
     0.2e6,
     Math.min(30e6, (spans.steps[place].landed - earlier.start) * 1.05),
   );
-  return wanted > width * 1.6 || wanted < width / 1.6 ? wanted : width;
+  return newWidth > width * 1.6 || newWidth < width / 1.6 ? newWidth : width;
 }
 
 function niceInterval(microseconds) {
@@ -69,28 +69,28 @@ function drawAxis(context, start, end, x, pixels, height) {
 // budget, which is the largest one in most cases, is one of them.
 export function axisOfTokens(steps) {
   const tokens = steps.map((step) => step.decode + step.drafted + step.prefill);
-  const budget = steps.reduce((most, step) => Math.max(most, step.budget), 0);
-  const most = Math.max(1, budget, ...tokens);
-  const interval = Math.max(1, niceInterval(most / 3));
+  const budget = steps.reduce((largest, step) => Math.max(largest, step.budget), 0);
+  const largest = Math.max(1, budget, ...tokens);
+  const interval = Math.max(1, niceInterval(largest / 3));
   const ticks = [];
   // A number close to the largest one would be written over it.
-  for (let tick = 0; tick < most - 0.7 * interval; tick += interval) ticks.push(tick);
-  return { most, ticks: [...ticks, most] };
+  for (let tick = 0; tick < largest - 0.7 * interval; tick += interval) ticks.push(tick);
+  return { largest, ticks: [...ticks, largest] };
 }
 
-function drawTokenAxis(context, { most, ticks }, pixels) {
+function drawTokenAxis(context, { largest, ticks }, pixels) {
   context.fillStyle = colour("soft");
   context.fillRect(GUTTER, AXIS, pixels - GUTTER, TOKENS);
   context.font = "10px system-ui, sans-serif";
   context.textAlign = "right";
   context.textBaseline = "middle";
   for (const tick of ticks) {
-    const y = AXIS + TOKENS * (1 - tick / most);
+    const y = AXIS + TOKENS * (1 - tick / largest);
     context.fillStyle = colour("line");
     context.fillRect(GUTTER - 3, Math.round(y), pixels - GUTTER + 3, 1);
     context.fillStyle = colour("dim");
     // The outer numbers stay clear of the words above and below the axis.
-    const aside = tick === 0 ? -4 : tick === most ? 4 : 0;
+    const aside = tick === 0 ? -4 : tick === largest ? 4 : 0;
     context.fillText(count(tick), GUTTER - 6, y + aside);
   }
   context.textBaseline = "alphabetic";
@@ -99,13 +99,13 @@ function drawTokenAxis(context, { most, ticks }, pixels) {
 }
 
 // The budget of each step: a step that reaches the line has no room for another token.
-function drawBudget(context, steps, x, most, pixels) {
+function drawBudget(context, steps, x, largest, pixels) {
   context.strokeStyle = colour("ink");
   context.lineWidth = 1;
   context.setLineDash([4, 3]);
   context.beginPath();
   steps.forEach((step, i) => {
-    const y = Math.round(AXIS + TOKENS * (1 - step.budget / most)) + 0.5;
+    const y = Math.round(AXIS + TOKENS * (1 - step.budget / largest)) + 0.5;
     const from = Math.max(GUTTER, x(step.start));
     const to = i + 1 < steps.length ? x(steps[i + 1].start) : pixels;
     if (i === 0) context.moveTo(GUTTER, y);
@@ -123,7 +123,7 @@ function drawSteps(context, steps, x, pixels) {
   for (const step of steps) {
     const left = Math.max(GUTTER, x(step.start));
     const wide = Math.max(0.7, x(step.landed) - left - (x(step.landed) - left > 3 ? 1 : 0));
-    const tall = (tokens) => (TOKENS * tokens) / axis.most;
+    const tall = (tokens) => (TOKENS * tokens) / axis.largest;
     const decode = step.decode ? Math.max(1.5, tall(step.decode + step.drafted)) : 0;
     const prefill = step.prefill ? Math.max(1.5, tall(step.prefill)) : 0;
     context.fillStyle = colour("decode");
@@ -132,7 +132,7 @@ function drawSteps(context, steps, x, pixels) {
     context.fillRect(left, base - Math.min(TOKENS, decode + prefill), wide, prefill);
     if (step.times) drawHostAndDevice(context, step, x);
   }
-  drawBudget(context, steps, x, axis.most, pixels);
+  drawBudget(context, steps, x, axis.largest, pixels);
   context.fillStyle = colour("dim");
   context.textAlign = "right";
   context.textBaseline = "middle";
@@ -197,7 +197,7 @@ function drawChip(context, lane, label, y) {
     context.lineWidth = 1;
     context.stroke();
   }
-  context.fillStyle = label < 0 ? colour("dim") : lookOf(label).ink;
+  context.fillStyle = label < 0 ? colour("dim") : styleOf(label).ink;
   context.font = `600 ${text.length > 2 ? 9.5 : 11.5}px system-ui, sans-serif`;
   context.textAlign = "center";
   context.textBaseline = "middle";
@@ -241,8 +241,8 @@ function drawDecode(context, spans, span, top, { x, start, now, index }) {
     const gap = wide > 3 ? 1 : 0;
     if (x(step.landed) - x(step.start) < 1) {
       // Many steps in a pixel: draw the rest of the span at once.
-      const rest = x(Math.min(span.end, now)) - left;
-      context.fillRect(left, top, Math.max(1, rest), tall);
+      const restWidth = x(Math.min(span.end, now)) - left;
+      context.fillRect(left, top, Math.max(1, restWidth), tall);
       return;
     }
     const drafts = span.drafts[place - span.first];
@@ -369,7 +369,7 @@ export class Timeline {
     this.#describeLast(steps.at(-1));
   }
 
-  // For a reader that does not see the picture.
+  // Updates the label for screen readers.
   #describeLast(step) {
     const words = step ? `: ${describeStep(step).slice(0, 2).join("; ")}` : "";
     const label = `Steps over time${words}`;
@@ -419,7 +419,7 @@ export class Timeline {
     const span = lane.spans.findLast((each) => each.start <= time);
     if (!span || time > Math.min(this.shown.now, lane.end)) return "";
     const name = nameOf(lane);
-    const lasted = spell(Math.min(span.end, lane.end, this.shown.now) - span.start);
+    const lasted = formatDuration(Math.min(span.end, lane.end, this.shown.now) - span.start);
     if (lane.end <= time) return `${name}: ${FINISH_REASONS[lane.reason] ?? lane.reason}`;
     if (span.kind === "prefill")
       return `${name}: prefill of tokens ${count(span.from + 1)}–${count(span.from + span.tokens)} in ${nameOfStep(span.step, lane.engine)}, ${lasted}`;
@@ -430,7 +430,7 @@ export class Timeline {
       admission && span.kind !== "waiting"
         ? `\n${wordsOfReturn({ ...admission, loads: admission.loads.length, positions: span.positions })}`
         : "";
-    return `${name}: ${span.kind} for ${lasted}\n${span.whys?.at(-1)?.reason ?? ""}${cost}`;
+    return `${name}: ${span.kind} for ${lasted}\n${span.reasons?.at(-1)?.reason ?? ""}${cost}`;
   }
 
   #listen() {
@@ -477,7 +477,7 @@ export class Timeline {
 }
 
 export function describeStep(step) {
-  const lines = [`${nameOfStep(step.number, step.engine)}: ${spell(step.landed - step.start)}`];
+  const lines = [`${nameOfStep(step.number, step.engine)}: ${formatDuration(step.landed - step.start)}`];
   const parts = [
     step.decode && `${plural(step.decode, "sequence")} decode`,
     step.prefill && `${plural(step.prefill, "prefill token")}`,
@@ -489,10 +489,10 @@ export function describeStep(step) {
     const { started, planned, launched, wait_began, landed, done } = step.times;
     const launch = launched - planned - (step.isOnHost ? step.device : 0);
     lines.push(
-      `host: plan ${spell(planned - started)}, launch ${spell(Math.max(launch, 0))}, wait ${spell(landed - wait_began)}, commit ${spell(done - landed)}`,
+      `host: plan ${formatDuration(planned - started)}, launch ${formatDuration(Math.max(launch, 0))}, wait ${formatDuration(landed - wait_began)}, commit ${formatDuration(done - landed)}`,
     );
   }
-  if (step.device) lines.push(`device: ${spell(step.device)}`);
+  if (step.device) lines.push(`device: ${formatDuration(step.device)}`);
   if (step.urgent) lines.push("other sequences pause for an urgent prompt");
   return lines;
 }

@@ -6,7 +6,7 @@ import { address, authorization } from "./feed.js";
 
 // A browser opens at most six connections to a server, so many prompts are sent as a list in one
 // request. The engine sees one request for each of them.
-const MOST_OPEN = 5;
+const MAX_OPEN = 5;
 const SHARED =
   "You are the librarian of an old harbour town. You know every book about the sea: logbooks of whalers, tables of tides, letters of keepers of lighthouses, and the first printed maps. You answer in short sentences, you name the shelf where a book stands, and you never invent a title. When a question is not about books, you say so politely and suggest one that might help. ";
 const QUESTIONS = [
@@ -99,12 +99,12 @@ export function trafficButton(name) {
   button.title = words;
   button.addEventListener("click", () => {
     beforeTraffic();
-    if (open < MOST_OPEN) act();
+    if (open < MAX_OPEN) act();
     setText(
       sent,
-      open <= MOST_OPEN
+      open <= MAX_OPEN
         ? `Sent: ${words}`
-        : `Not sent: ${MOST_OPEN} requests of this page have no complete reply yet, and a browser keeps few connections open. Wait until one of them ends.`,
+        : `Not sent: ${MAX_OPEN} requests of this page have no complete reply yet, and a browser keeps few connections open. Wait until one of them ends.`,
     );
   });
   return button;
@@ -182,16 +182,16 @@ const KNOBS = [
 ];
 
 function select(values, chosen) {
-  const made = element("select");
+  const control = element("select");
   for (const value of values)
-    made.append(new Option(value, value, value === chosen, value === chosen));
-  return made;
+    control.append(new Option(value, value, value === chosen, value === chosen));
+  return control;
 }
 
 function range(low, high, value) {
-  const made = element("input");
-  Object.assign(made, { type: "range", min: low, max: high, step: 1, value });
-  return made;
+  const control = element("input");
+  Object.assign(control, { type: "range", min: low, max: high, step: 1, value });
+  return control;
 }
 
 const knobs = new Map(); // name of a setting -> its input
@@ -218,19 +218,19 @@ function showSettings(settings) {
   }
 }
 
-const asked = new Map(); // name of a setting -> the value that the engine should get next
+const pendingChanges = new Map(); // name of a setting -> the value that the engine should get next
 let isChanging = false;
 
 // Sends one change at a time. Of the values that are chosen meanwhile, the last one is sent next.
 async function change(name, value) {
-  asked.set(name, value);
+  pendingChanges.set(name, value);
   if (isChanging) return;
   isChanging = true;
   let error = "";
-  while (asked.size) {
-    const [next, wanted] = asked.entries().next().value;
-    asked.delete(next);
-    error = await post("live/settings", { [next]: wanted });
+  while (pendingChanges.size) {
+    const [next, nextValue] = pendingChanges.entries().next().value;
+    pendingChanges.delete(next);
+    error = await post("live/settings", { [next]: nextValue });
   }
   isChanging = false;
   setText(message, error);

@@ -2,7 +2,7 @@
 
 import {
   byId,
-  changes,
+  changeDetector,
   colour,
   count,
   element,
@@ -19,7 +19,7 @@ import { nameOfStep } from "./words.js";
 
 const scrub = byId("scrub");
 const map = byId("scrub-map");
-const MOST_MARKS = 4; // Of those close to the pointer, that are named.
+const MAX_NAMED_MARKS = 4; // Marks close to the pointer that a tip names.
 let timer = 0;
 let isPlaying = false;
 let onStop = () => {};
@@ -45,15 +45,15 @@ export function bindTransport(page, { showLink, redraw }) {
   byId("pause").addEventListener("click", pause);
   byId("back").addEventListener("click", () => step(-1));
   byId("forward").addEventListener("click", () => step(1));
-  let pressed = null; // The place of a press that has not moved the slider yet.
+  let pressed = null; // The x position of a press that has not moved the slider yet.
   scrub.addEventListener("pointerdown", ({ offsetX }) => (pressed = offsetX));
   scrub.addEventListener("pointerup", () => (pressed = null));
   scrub.addEventListener("input", () => {
     stop();
-    // A press close to a mark means the mark.
-    const place = pressed === null ? undefined : marksNear(pressed)[0]?.place;
+    // A press close to a mark goes to the mark.
+    const stepIndex = pressed === null ? undefined : marksNear(pressed)[0]?.stepIndex;
     pressed = null;
-    page.moveTo(page.history.endOfStep(place ?? Number(scrub.value)));
+    page.moveTo(page.history.endOfStep(stepIndex ?? Number(scrub.value)));
     showLink();
   });
   explain(scrub, (x) => wordsOfMarks(page, marksNear(x)));
@@ -67,11 +67,11 @@ export function bindTransport(page, { showLink, redraw }) {
   addEventListener("keydown", (event) => {
     if (event.target.closest("input, textarea, select, dialog") && event.target !== scrub) return;
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const many = event.shiftKey ? 10 : 1;
+    const stepCount = event.shiftKey ? 10 : 1;
     const actions = {
       " ": pause,
-      ArrowLeft: () => step(-many),
-      ArrowRight: () => step(many),
+      ArrowLeft: () => step(-stepCount),
+      ArrowRight: () => step(stepCount),
       Home: () => step(-Infinity),
       End: goToEnd,
       j: () => chooseNext(page, 1),
@@ -148,8 +148,8 @@ export function drawTransport(page) {
   const { history, state } = page;
   const last = Math.max(0, history.steps.length - 1);
   if (Number(scrub.max) !== last) scrub.max = last;
-  const place = history.stepAt(page.index);
-  if (Number(scrub.value) !== place) scrub.value = place;
+  const stepIndex = history.stepAt(page.index);
+  if (Number(scrub.value) !== stepIndex) scrub.value = stepIndex;
   const isMoving = page.isReplay ? isPlaying : page.follows;
   setText(byId("pause"), isMoving ? "pause" : page.isReplay ? "play" : wordsToGoLive(page));
   byId("pause").ariaPressed = String(!isMoving);
@@ -165,14 +165,14 @@ function wordsToGoLive({ history, index }) {
   return behind > 0 ? `go live (${plural(behind, "new event")})` : "go live";
 }
 
-let isOtherMap = changes();
-onTheme(() => (isOtherMap = changes()));
+let isOtherMap = changeDetector();
+onTheme(() => (isOtherMap = changeDetector()));
 
-const NEAR = 5; // Pixels from a mark at which it is meant.
+const NEAR = 5; // A pointer that is at most this many pixels from a mark points at it.
 const THUMB = 5; // The width of the handle of the slider, in pixels.
-let marks = []; // What the slider marks: { kind, at, place, x }.
+let marks = []; // What the slider marks: { kind, at, stepIndex, x }.
 
-// The marks close to a place of the slider, nearest first.
+// Returns the marks close to an x position of the slider, nearest first.
 const marksNear = (x) =>
   marks
     .filter((mark) => Math.abs(mark.x - x) <= NEAR)
@@ -184,13 +184,13 @@ const MARKS = {
   gap: () => "this page does not have the steps before this one",
 };
 
-function wordsOfMarks(page, found) {
+function wordsOfMarks(page, nearMarks) {
   const { history } = page;
-  const lines = found.slice(0, MOST_MARKS).map((mark) => {
+  const lines = nearMarks.slice(0, MAX_NAMED_MARKS).map((mark) => {
     const step = nameOfStep(history.line(mark.at)[2], history.engineAt(mark.at));
     return `${step}: ${MARKS[mark.kind](page, mark)}`;
   });
-  const more = found.length - lines.length;
+  const more = nearMarks.length - lines.length;
   return [...lines, ...(more > 0 ? [`and ${plural(more, "mark")} more`] : [])].join("\n");
 }
 
@@ -198,14 +198,14 @@ function wordsOfMarks(page, found) {
 // engine process, and where steps are missing.
 function drawMap({ spans, history }) {
   const isEmpty = surfaceOf(map).isEmpty;
-  const known = [spans, spans.steps.length, history.steps.length, spans.marks.length];
-  if (!isOtherMap(...known) && !isEmpty) return;
+  const drawnValues = [spans, spans.steps.length, history.steps.length, spans.marks.length];
+  if (!isOtherMap(...drawnValues) && !isEmpty) return;
   const { context, width, height } = prepare(map);
   const { steps } = spans;
   const first = Math.max(0, steps.length - history.steps.length);
   const shown = steps.length - first;
   if (!shown || !width) return;
-  const x = (place) => ((place - first) / shown) * width;
+  const x = (stepIndex) => ((stepIndex - first) / shown) * width;
   const columns = Math.min(shown, Math.max(1, Math.floor(width / 2)));
   for (let column = 0; column < columns; column += 1) {
     const from = first + Math.floor((column * shown) / columns);
@@ -222,8 +222,8 @@ function placeMarks(spans, history, width) {
   return spans.marks
     .filter(({ at }) => at >= history.first)
     .map((mark) => {
-      const place = history.stepAt(mark.at);
-      return { ...mark, place, x: THUMB / 2 + (place / last) * (width - THUMB) };
+      const stepIndex = history.stepAt(mark.at);
+      return { ...mark, stepIndex, x: THUMB / 2 + (stepIndex / last) * (width - THUMB) };
     });
 }
 
@@ -256,8 +256,8 @@ function drawCrash(context, x, height) {
 function drawColumn(context, steps, from, to, { x, height }) {
   let fullest = steps[from];
   const tokens = (step) => (step.decode + step.drafted + step.prefill) / Math.max(1, step.budget);
-  for (let place = from + 1; place < to; place += 1)
-    if (tokens(steps[place]) > tokens(fullest)) fullest = steps[place];
+  for (let stepIndex = from + 1; stepIndex < to; stepIndex += 1)
+    if (tokens(steps[stepIndex]) > tokens(fullest)) fullest = steps[stepIndex];
   const tall = (number) => (number / Math.max(1, fullest.budget)) * (height - 6);
   const decode = fullest.decode ? Math.max(2, tall(fullest.decode + fullest.drafted)) : 0;
   const prefill = fullest.prefill ? Math.max(2, tall(fullest.prefill)) : 0;

@@ -8,14 +8,14 @@
 // By default the wall shows the blocks that were used so far, so that a large pool is not an empty
 // wall.
 
-import { fillOf, lookOf, nameOf, placeOf } from "./colours.js";
+import { fillOf, nameOf, styleIndexOf, styleOf } from "./colours.js";
 import {
   byId,
   colour,
   count,
   element,
   explain,
-  isStill,
+  prefersReducedMotion,
   onTheme,
   plural,
   prepare,
@@ -33,7 +33,7 @@ const LABEL = 50; // The width of the names in the order by request.
 const GAP = 14; // Between two tiers.
 const TOP = 15; // The height of the names of the tiers.
 const DISK_SHARE = 0.16; // The part of the width that shows the disk.
-const MOST_ON_DISK = 600; // The number says how many there are; the squares only show that it grows.
+const MAX_ON_DISK = 600; // The number says how many there are; the squares only show that it grows.
 const SMALL_POOL = 256; // A pool with at most this many blocks is always shown whole.
 const FLASH_MS = 900;
 const FRAMES = {
@@ -43,23 +43,23 @@ const FRAMES = {
 };
 const FLASHES = { copied: "prefill", evicted: "alarm", loaded: "tier", stored: "tier" };
 const canvas = byId("wall");
-// What changes without the blocks, above them: the frames of flashing and of chosen blocks.
+// A second canvas above the blocks, for the frames of flashing and of chosen blocks.
 const overlay = byId("wall-frames");
 let byRequest = false;
 let isWhole = false;
 let highest = 0; // The highest block that was used so far.
 let layout = { key: "", cells: [], host: [], disk: [] }; // Where each block is drawn: { block, x, y, size, seq }.
 let shown = null; // What was drawn last.
-// What each cell of a tier shows, by its place. Only cells that change are drawn again.
-let looks = { cells: [], host: [], disk: [] };
+// What each cell of a tier shows, by its index. Only cells that change are drawn again.
+let drawnKeys = { cells: [], host: [], disk: [] };
 let isOverlaid = false; // Something is drawn above the blocks.
 let cursor = 0; // The block that the keyboard has chosen.
 let listeners = { select: () => {}, hover: () => {}, redraw: () => {} };
-const NOBODY = []; // The owners of most blocks.
+const NO_OWNERS = []; // The owners of most blocks.
 const flashes = new Map(); // "d12" or "h3" -> { kind, until }
 
-export function onWall(given) {
-  listeners = given;
+export function onWall(pageListeners) {
+  listeners = pageListeners;
 }
 
 // Forgets which blocks were used, for another recording.
@@ -74,7 +74,7 @@ onTheme(() => (shown = null));
 // Remembers what happened to a block, so that it flashes.
 export function flash(event) {
   const kind = FLASHES[event.kind];
-  if (!kind || isStill()) return;
+  if (!kind || prefersReducedMotion()) return;
   const until = performance.now() + FLASH_MS;
   const add = (place) => flashes.set(place, { colour: kind, until });
   if (event.kind === "copied") [event.source, event.target].forEach((block) => add(`d${block}`));
@@ -116,7 +116,7 @@ function layOut(state, width, height) {
   const limit = isShownWhole
     ? num_blocks
     : Math.min(num_blocks, Math.max(24, Math.ceil((highest + 1) / 8) * 8));
-  const onDisk = Math.min(state.onDisk, MOST_ON_DISK);
+  const onDisk = Math.min(state.onDisk, MAX_ON_DISK);
   const key = `${[state.about.stream, width, height, limit, onDisk]}`;
   if (layout.key === key && !byRequest) return layout; // Blocks stay where they are.
   // The tiers share the width by their numbers of cells, but each gets enough to be seen.
@@ -182,14 +182,14 @@ function layOutTables(state, width, height, top) {
 const FREE = 0;
 const BUSY = -1;
 const FILLING = -2;
-const CACHED = -3; // Less the place in the order of eviction.
-const LABELS = 32; // More than there are looks of requests.
-const lookOfOwner = (seq) => LABELS * seq.id + (seq.label < 0 ? 0 : placeOf(seq.label) + 1);
+const CACHED = -3; // The place in the order of eviction is subtracted.
+const LABELS = 32; // More than there are styles of requests.
+const keyOfOwner = (seq) => LABELS * seq.id + (seq.label < 0 ? 0 : styleIndexOf(seq.label) + 1);
 
-function lookOfCell(cell, { ids, content, order, isBusy }, sequences) {
-  if (ids.length === 1) return lookOfOwner(sequences.get(ids[0]));
+function keyOfCell(cell, { ids, content, order, isBusy }, sequences) {
+  if (ids.length === 1) return keyOfOwner(sequences.get(ids[0]));
   if (ids.length)
-    return `${cell.seq?.id ?? ""} ${ids.map((id) => lookOfOwner(sequences.get(id)))}`;
+    return `${cell.seq?.id ?? ""} ${ids.map((id) => keyOfOwner(sequences.get(id)))}`;
   if (isBusy) return BUSY;
   return content ? CACHED - (order ?? 0) : FREE;
 }
@@ -227,7 +227,7 @@ function drawOwners(context, cell, owners, inner) {
   if (size < 13) return;
   if (!seq) return drawLetters(context, cell, owners, inner);
   const fontSize = Math.min(11, (size * 1.3) / String(block).length);
-  drawText(context, block, x + inner / 2, y + inner / 2, fontSize, lookOf(seq.label).ink);
+  drawText(context, block, x + inner / 2, y + inner / 2, fontSize, styleOf(seq.label).ink);
 }
 
 function drawText(context, text, x, y, size, fill, outline = "") {
@@ -250,7 +250,7 @@ function drawLetters(context, { x, y, size }, owners, inner) {
   const fontSize = fontThatFits(context, owners.map(nameOf), width - 2);
   if (owners.length === 1 || fontSize >= LEAST_LETTERS) {
     owners.forEach((seq, i) =>
-      drawText(context, nameOf(seq), x + (i + 0.5) * width, middle, fontSize, lookOf(seq.label).ink),
+      drawText(context, nameOf(seq), x + (i + 0.5) * width, middle, fontSize, styleOf(seq.label).ink),
     );
     return;
   }
@@ -268,21 +268,21 @@ function fontThatFits(context, texts, width) {
 
 // The cells of the places that flash: a shared block has several in the order by request.
 function cellsOf(places) {
-  const found = [];
+  const matches = [];
   for (const cells of [layout.cells, layout.host]) {
     const tier = cells === layout.host ? "h" : "d";
     const isDirect = cells.length && (tier === "h" || !byRequest); // In the order of the blocks.
     if (isDirect) {
       for (const place of places) {
         const cell = place[0] === tier && cells[Number(place.slice(1)) - cells[0].block];
-        if (cell) found.push([place, cell]);
+        if (cell) matches.push([place, cell]);
       }
       continue;
     }
     for (const cell of cells)
-      if (places.has(`${tier}${cell.block}`)) found.push([`${tier}${cell.block}`, cell]);
+      if (places.has(`${tier}${cell.block}`)) matches.push([`${tier}${cell.block}`, cell]);
   }
-  return found;
+  return matches;
 }
 
 function drawFlashes(context) {
@@ -353,7 +353,7 @@ export function drawWall(state, marks, names) {
     layout = layOut(state, width, height);
     if (isEmpty || !shown || layout !== before) {
       context.clearRect(0, 0, width, height);
-      looks = { cells: [], host: [], disk: [] };
+      drawnKeys = { cells: [], host: [], disk: [] };
     }
     const { number } = state;
     const order = placesInOrder(state);
@@ -368,31 +368,31 @@ export function drawWall(state, marks, names) {
 function drawCells(context, { state, owners, order }) {
   const { sequences } = state;
   layout.cells.forEach((cell, i) => {
-    const ids = owners.get(cell.block) ?? NOBODY;
+    const ids = owners.get(cell.block) ?? NO_OWNERS;
     const known = {
       ids,
       content: state.contents[cell.block],
       order: order.get(cell.block),
       isBusy: !ids.length && state.references[cell.block] > 0,
     };
-    const look = lookOfCell(cell, known, sequences);
-    if (looks.cells[i] === look) return;
-    looks.cells[i] = look;
+    const key = keyOfCell(cell, known, sequences);
+    if (drawnKeys.cells[i] === key) return;
+    drawnKeys.cells[i] = key;
     const holders = cell.seq ? [cell.seq] : ids.map((id) => sequences.get(id));
     drawCell(context, cell, { ...known, owners: holders, isShared: ids.length > 1 });
   });
   layout.host.forEach((cell, i) => {
     const content = state.hostContents[cell.block];
     const isFilling = content > 0 && !state.hostReady[cell.block];
-    const look = isFilling ? FILLING : content ? CACHED : FREE;
-    if (looks.host[i] === look) return;
-    looks.host[i] = look;
-    drawCell(context, cell, { owners: NOBODY, content, isFilling });
+    const key = isFilling ? FILLING : content ? CACHED : FREE;
+    if (drawnKeys.host[i] === key) return;
+    drawnKeys.host[i] = key;
+    drawCell(context, cell, { owners: NO_OWNERS, content, isFilling });
   });
   layout.disk.forEach((cell, i) => {
-    if (looks.disk[i] === CACHED) return;
-    looks.disk[i] = CACHED;
-    drawCell(context, cell, { owners: NOBODY, content: 1 });
+    if (drawnKeys.disk[i] === CACHED) return;
+    drawnKeys.disk[i] = CACHED;
+    drawCell(context, cell, { owners: NO_OWNERS, content: 1 });
   });
 }
 
@@ -447,28 +447,28 @@ for (const [name, words] of [
   legend.append(element("li", "", element("i", `key ${name}`), number, ` ${words}`));
   numbers[name] = number;
 }
-// What the frames mean that a block has for a moment.
+// The meaning of the frames that a block has for a moment.
 const frames = ["copied", "evicted", "stored"].map((kind) => {
   const key = element("i", `key frame ${FLASHES[kind]}`);
   return element("li", "", key, ` ${FRAMES[kind]}`);
 });
 legend.append(...frames);
 
-// Draws the legend. `found` are the numbers of blocks.
-export function drawLegend(state, found) {
+// Draws the legend. `counts` are the numbers of blocks.
+export function drawLegend(state, counts) {
   const withheld = countWithheld(state);
-  const all = { ...found, withheld };
+  const all = { ...counts, withheld };
   for (const [name, node] of Object.entries(numbers)) setText(node, count(all[name]));
   numbers.withheld.parentElement.hidden = !withheld;
   frames.at(-1).hidden = !state.about.host_blocks;
   const { num_blocks, block_size } = state.about;
-  const rest = num_blocks - layout.limit;
+  const numHidden = num_blocks - layout.limit;
   setText(
     byId("wall-what"),
-    `${count(num_blocks)} blocks of ${block_size} tokens.${rest > 0 && !byRequest ? ` ${plural(rest, "block")} ${rest === 1 ? "was" : "were"} never used and ${rest === 1 ? "is" : "are"} not shown.` : ""}`,
+    `${count(num_blocks)} blocks of ${block_size} tokens.${numHidden > 0 && !byRequest ? ` ${plural(numHidden, "block")} ${numHidden === 1 ? "was" : "were"} never used and ${numHidden === 1 ? "is" : "are"} not shown.` : ""}`,
   );
-  byId("zoom").hidden = byRequest || (rest <= 0 && !isWhole);
-  canvas.ariaLabel = `KV blocks: ${found.used} used, ${found.shared} of them shared, ${found.cached} cached, ${found.free} free`;
+  byId("zoom").hidden = byRequest || (numHidden <= 0 && !isWhole);
+  canvas.ariaLabel = `KV blocks: ${counts.used} used, ${counts.shared} of them shared, ${counts.cached} cached, ${counts.free} free`;
 }
 
 // ---- questions ----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 // What if: the requests of the engine process at the cursor, simulated under other settings
 // (octavo/bench/what_if.py). The scheduler is the real one; the time of a step comes from a model
-// that is fitted to the recorded steps. Whatever is simulated says so.
+// that is fitted to the recorded steps. Simulated results are labelled as such.
 
-import { byId, count, element, few, plural, setText, spell } from "./draw.js";
+import { byId, count, element, fewDigits, formatDuration, plural, setText } from "./draw.js";
 import { address, authorization, parseLines } from "./feed.js";
 import { History, renameRequests } from "./history.js";
 import { Spans, percentile } from "./spans.js";
@@ -35,14 +35,14 @@ export function bindWhatIf(page) {
     return element("label", "", element("span", "", WORDS[name]), input);
   });
   const button = element("button", "primary", "simulate");
-  const again = element("button", "", "show the last result");
+  const reopenButton = element("button", "", "show the last result");
   const message = element("p", "facts");
-  button.type = again.type = "button";
-  again.hidden = true;
-  again.addEventListener("click", open);
+  button.type = reopenButton.type = "button";
+  reopenButton.hidden = true;
+  reopenButton.addEventListener("click", open);
   button.addEventListener("click", async () => {
     await simulate(fields, button, message);
-    again.hidden = !drawLast;
+    reopenButton.hidden = !drawLast;
   });
   panel.replaceChildren(
     element(
@@ -51,7 +51,7 @@ export function bindWhatIf(page) {
       "What would have happened under other settings? The real scheduler gets all requests of the engine process at the viewed step again, from the first one that the server has kept up to now. No model runs: the time of a step is predicted from the recorded steps.",
     ),
     element("div", "fields", ...rows),
-    element("p", "buttons", button, again),
+    element("p", "buttons", button, reopenButton),
     message,
   );
   byId("tab-what-if").addEventListener("click", () => fill(fields));
@@ -89,9 +89,9 @@ async function simulate(fields, button, message) {
   button.disabled = false;
 }
 
-// Reads the events of a recording or a simulation, whose requests are renamed. `before` are the
-// counters with which it begins.
-function read(text, offset) {
+// Reads the events of a recording or a simulation, and renames its requests. `before` has the counters
+// at its start.
+function readRun(text, offset) {
   const spans = new Spans();
   const history = new History((event, state, index) => spans.add(event, state, index));
   const lines = parseLines(text);
@@ -108,23 +108,23 @@ function summary({ spans, counters, before }) {
   const first = spans.allLanes[0]?.arrival ?? 0;
   const tokens = spans.steps.reduce((all, step) => all + step.sampled, 0);
   return [
-    spell(percentile(ttft, 50) ?? 0),
-    spell(percentile(ttft, 99) ?? 0),
-    spell(percentile(itl, 50) ?? 0),
-    spell(percentile(itl, 99) ?? 0),
-    few(tokens / Math.max((last - first) / 1e6, 1e-9)),
+    formatDuration(percentile(ttft, 50) ?? 0),
+    formatDuration(percentile(ttft, 99) ?? 0),
+    formatDuration(percentile(itl, 50) ?? 0),
+    formatDuration(percentile(itl, 99) ?? 0),
+    fewDigits(tokens / Math.max((last - first) / 1e6, 1e-9)),
     count(counters.preemptions - before.preemptions),
     count(counters.recomputed_tokens - before.recomputed_tokens),
-    spell(last - first),
+    formatDuration(last - first),
   ];
 }
 
-// Returns the recorded run, and the simulated ones, of the same requests. `names` is added to the
-// numbers of the recorded ones.
-export function readRuns(result, names) {
-  const recorded = read(result.events, names);
+// Returns the recorded run and the simulated runs of the same requests. `nameOffset` is added to the
+// numbers from which the recorded requests are named.
+export function readRuns(result, nameOffset) {
+  const recorded = readRun(result.events, nameOffset);
   const offset = Math.min(...recorded.spans.allLanes.map((lane) => lane.name)) - 1;
-  const [same, changed] = [result.recorded, result.changed].map((text) => read(text, offset));
+  const [same, changed] = [result.recorded, result.changed].map((text) => readRun(text, offset));
   const nameOfLane = (lane) => `${lane.name}.${lane.index}`;
   const labels = new Map(recorded.spans.allLanes.map((lane) => [nameOfLane(lane), lane.label]));
   for (const lane of [...same.spans.allLanes, ...changed.spans.allLanes])
@@ -186,7 +186,7 @@ function show(result, engine) {
   const error =
     result.error === null
       ? "There are few steps, so the times of the embedded model are used."
-      : `On the recorded steps, the predicted total time is off by ${few(100 * Math.abs(result.error))} %.`;
+      : `On the recorded steps, the predicted total time is off by ${fewDigits(100 * Math.abs(result.error))} %.`;
   byId("simulated-content").replaceChildren(
     element("h2", "", "What if"),
     element("p", "what", `All runs have the same ${requests} of ${which}, as far as its events are kept. A simulated run begins with an empty cache.`),

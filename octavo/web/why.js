@@ -5,13 +5,13 @@ import { chip, nameOf } from "./colours.js";
 import {
   byId,
   capitalised,
-  changes,
+  changeDetector,
   count,
   element,
-  few,
+  fewDigits,
   plural,
-  short,
-  spell,
+  shortId,
+  formatDuration,
   updateChildren,
 } from "./draw.js";
 import { findLast, laneUpTo, lastLanded, percentile, stepUpTo } from "./spans.js";
@@ -46,12 +46,12 @@ import {
 const panel = byId("why");
 const MAX_CHIPS = 40;
 const MAX_GROUPS = 8; // Groups of requests that share blocks.
-const MOST_EVENTS = 400; // Of a request, that are looked at; and lines that tell them.
-const MOST_LINES = 40;
+const MAX_EVENTS = 400; // Events of a request that are read.
+const MAX_LINES = 40; // Lines of the history of a request.
 const THRASHING = 3; // A request that was preempted this often is pointed out.
-const isOtherSelection = changes();
+const isOtherSelection = changeDetector();
 let drawn = "";
-let isHeld = false; // A pointer is pressed: what it presses must stay where it is.
+let isPressed = false; // A pointer is pressed, so that buttons must stay where they are.
 let go = () => {};
 let select = () => {};
 let selectBlock = () => {};
@@ -62,7 +62,7 @@ export function onWhy(listeners) {
   ({ go, select, selectBlock, hoverBlock, redraw } = listeners);
 }
 
-// The wall marks the block whose number is pointed at.
+// A block whose number the pointer is at is marked on the wall.
 for (const name of ["pointerover", "focusin"]) {
   panel.addEventListener(name, ({ target }) => {
     hoverBlock(Number(target.closest(".block-numbers button")?.textContent ?? 0));
@@ -70,12 +70,12 @@ for (const name of ["pointerover", "focusin"]) {
 }
 for (const name of ["pointerleave", "focusout"]) panel.addEventListener(name, () => hoverBlock(0));
 
-panel.addEventListener("pointerdown", () => (isHeld = true));
+panel.addEventListener("pointerdown", () => (isPressed = true));
 for (const name of ["pointerup", "pointercancel"]) {
   addEventListener(name, () => {
-    if (!isHeld) return;
+    if (!isPressed) return;
     setTimeout(() => {
-      isHeld = false;
+      isPressed = false;
       redraw();
     });
   });
@@ -184,10 +184,10 @@ function explainSharingOf(seq, state) {
   if (!seq.table.length) return [];
   const groups = groupShared(state, seq);
   const number = numberOfBlocks(groups);
-  const held = seq.table.filter((block) => block).length;
+  const numHeld = seq.table.filter((block) => block).length;
   const words = number
-    ? `${count(number)} of its ${plural(held, "block")}. These requests hold them together:`
-    : `None of its ${plural(held, "block")}.`;
+    ? `${count(number)} of its ${plural(numHeld, "block")}. These requests hold them together:`
+    : `None of its ${plural(numHeld, "block")}.`;
   return [
     heading("Which blocks does it share?"),
     paragraph(words),
@@ -217,7 +217,7 @@ function sourceLine(source) {
 }
 
 // Goes to another moment, whose explanation begins at the top.
-function leave(index) {
+function goToMoment(index) {
   panel.scrollTop = 0;
   go(index);
 }
@@ -225,7 +225,7 @@ function leave(index) {
 const link = (words, index) => {
   const button = element("button", "link", words);
   button.type = "button";
-  button.addEventListener("click", () => leave(index));
+  button.addEventListener("click", () => goToMoment(index));
   return button;
 };
 
@@ -233,7 +233,7 @@ const link = (words, index) => {
 const stepLink = (number, index, { history }) => {
   const button = element("button", "link", nameOfStep(number, history.engineAt(index)));
   button.type = "button";
-  button.addEventListener("click", () => leave(history.endOfStepWith(index)));
+  button.addEventListener("click", () => goToMoment(history.endOfStepWith(index)));
   return button;
 };
 
@@ -443,32 +443,34 @@ function explainPrefill(seq, state, inPlan) {
 }
 
 function explainDecode(seq, state, page) {
-  const known = page.spans.steps;
-  const place = lastLanded(known, page.index);
-  const steps = known.slice(Math.max(0, place - 60), place + 1).map((each) => stepUpTo(each, page.index));
+  const allSteps = page.spans.steps;
+  const last = lastLanded(allSteps, page.index);
+  const steps = allSteps
+    .slice(Math.max(0, last - 60), last + 1)
+    .map((each) => stepUpTo(each, page.index));
   const step = steps.at(-1);
-  const found = [
+  const parts = [
     heading("What does it do?"),
     paragraph(
       `It generates one token per step${seq.drafted ? `, and more if drafts are accepted (${count(seq.accepted)} of ${count(seq.drafted)} so far)` : ""}.`,
     ),
   ];
-  if (!step) return found;
+  if (!step) return parts;
   const usual = percentile(
     steps.map((each) => each.landed - each.start).sort((a, b) => a - b),
     50,
   );
   const took = step.landed - step.start;
   if (took > 1.8 * usual && step.prefill && !hasPrefillIn(step, seq, page)) {
-    found.push(
+    parts.push(
       element(
         "p",
         "callout",
-        `Its last token took ${spell(took)}, ${few(took / usual)} times as long as usual: ${nameOfStep(step.number, step.engine)} also computed ${plural(step.prefill, "prompt token")} of other requests. A smaller token budget makes such steps shorter.`,
+        `Its last token took ${formatDuration(took)}, ${fewDigits(took / usual)} times as long as usual: ${nameOfStep(step.number, step.engine)} also computed ${plural(step.prefill, "prompt token")} of other requests. A smaller token budget makes such steps shorter.`,
       ),
     );
   }
-  return found;
+  return parts;
 }
 
 // Whether a step has computed prompt tokens of this sequence, and given its first token.
@@ -489,7 +491,7 @@ function explainEnd(seq, state) {
   return [
     heading("How did it end?"),
     paragraph(
-      `${words}: ${reason}. It generated ${plural(seq.generated, "token")}${seq.first_token ? `, the first after ${spell(seq.first_token - seq.arrival)}` : ""}, and ended ${spell(seq.ended - seq.arrival)} after its arrival.`,
+      `${words}: ${reason}. It generated ${plural(seq.generated, "token")}${seq.first_token ? `, the first after ${formatDuration(seq.first_token - seq.arrival)}` : ""}, and ended ${formatDuration(seq.ended - seq.arrival)} after its arrival.`,
     ),
     ruleOfRefusal(readRefusal(answer)?.code, state),
     sourceOf(state, seq.error) ?? sourceOfRefusal(readRefusal(answer)?.code, state),
@@ -512,14 +514,14 @@ const REFUSALS = {
 
 function explainRefusal(reason, state) {
   const refusal = readRefusal(reason);
-  const found = [heading("Why was it refused?")];
-  if (!refusal) return [...found, element("p", "rule", `${capitalised(reason)}.`)];
+  const title = heading("Why was it refused?");
+  if (!refusal) return [title, element("p", "rule", `${capitalised(reason)}.`)];
   const { status, code, field, message } = refusal;
   const about = field
     ? `The value of the field “${field}” is not valid. The reply names the reason. It may quote the request, so it is shown here only with --show-text.`
     : "The reply names the reason. It may quote the request, so it is shown here only with --show-text.";
   return [
-    ...found,
+    title,
     element("p", "rule", message ? `${message}.` : `${status} ${code}`),
     ruleOfRefusal(code, state) ?? (message ? null : paragraph(about)),
     paragraph(
@@ -537,25 +539,25 @@ const sourceOfRefusal = (code, state) => sourceLine(state.about.server_sources?.
 const BEHIND = "it was behind other requests in the queue";
 
 // Merges decisions that repeat a reason: { at, step, reason }.
-function mergeWaits(whys) {
-  const found = [];
-  for (const { at, step, reason, needed } of whys) {
+function mergeWaits(decisions) {
+  const merged = [];
+  for (const { at, step, reason, needed } of decisions) {
     const words = isOfAnother({ reason, needed }) ? BEHIND : reason;
-    if (found.at(-1)?.reason !== words) found.push({ at, step, reason: words });
+    if (merged.at(-1)?.reason !== words) merged.push({ at, step, reason: words });
   }
-  return found;
+  return merged;
 }
 
-// Why a request that has started by now had to wait. A wait may be over before somebody has read
-// why it lasts.
+// Explains why a request that has started by now had to wait. A wait may be over before its
+// explanation has been read.
 function explainFirstWait(seq, page) {
-  const whole = page.spans.allLanes.findLast((each) => each.id === seq.id);
-  if (!whole) return [];
-  const lane = laneUpTo(whole, page.index, page.spans);
+  const fullLane = page.spans.allLanes.findLast((each) => each.id === seq.id);
+  if (!fullLane) return [];
+  const lane = laneUpTo(fullLane, page.index, page.spans);
   const [wait] = lane.spans;
   const start = lane.marks.find((mark) => mark.kind === "admitted");
   if (!start || wait.kind !== "waiting") return [];
-  const reasons = mergeWaits(wait.whys ?? []);
+  const reasons = mergeWaits(wait.reasons ?? []);
   const queued = seq.queuedStep ?? start.step;
   // The next plan after the arrival could have admitted it.
   const isBehind = (reasons[0]?.step ?? start.step) - queued > 1;
@@ -573,7 +575,7 @@ function explainFirstWait(seq, page) {
       : history.endOfStepWith(last.at);
   return [
     heading("Why did it wait before it started?"),
-    element("p", "rule", `It waited ${spell(start.time - lane.arrival)} in the queue.`),
+    element("p", "rule", `It waited ${formatDuration(start.time - lane.arrival)} in the queue.`),
     list,
     last.at >= history.first
       ? paragraph(
@@ -593,7 +595,7 @@ function explainCache(seq, state, page) {
   const { engine } = page.spans.allLanes.findLast((lane) => lane.id === seq.id) ?? state;
   const isShort = admitted.tokens <= state.about.block_size;
   const reason = isShort ? "only full blocks are cached, and it is shorter" : admitted.match_end;
-  const found = [
+  const parts = [
     heading("What was cached?"),
     paragraph(
       `At its ${seq.preemptions ? "last " : ""}admission, in ${nameOfStep(admitted.step, engine)}, ${count(admitted.cached)} of its ${plural(admitted.tokens, "token")} were found in the prefix cache${state.about.host_blocks ? " or in host memory" : ""}: ${reason}.`,
@@ -606,7 +608,7 @@ function explainCache(seq, state, page) {
       engine,
     );
     if (evicted !== null) {
-      found.push(
+      parts.push(
         paragraph(
           `That block had been computed before, and was evicted in ${nameOfStep(page.history.line(evicted)[2], engine)}. `,
           link("Show that moment", evicted),
@@ -614,7 +616,7 @@ function explainCache(seq, state, page) {
       );
     }
   }
-  return found;
+  return parts;
 }
 
 // Which of the running requests is preempted: Policy.victim in octavo/core/policy.py.
@@ -625,13 +627,13 @@ const VICTIMS = {
 const wordsOfVictim = (policy) =>
   `A running request that needs a block takes it from those that rank after it. Under the policy “${policy}”, this is ${VICTIMS[policy] ?? "the one that ranks last"}.`;
 
-const forWhom = (seq, other) => {
+const wordsOfBeneficiary = (seq, other) => {
   if (!other) return [": it was preempted"];
   if (other.id === seq.id) return [", and no running request ranks after it: it gave up its own blocks"];
   return [": it was preempted to make room for ", chip(other)];
 };
 
-function addReturn(all, { positions, cached, recomputed, loads, blockSize }) {
+function addReturnCosts(all, { positions, cached, recomputed, loads, blockSize }) {
   all.positions += positions;
   all.cached += Math.min(cached, positions);
   all.recomputed += recomputed;
@@ -639,79 +641,79 @@ function addReturn(all, { positions, cached, recomputed, loads, blockSize }) {
   all.blockSize = blockSize;
 }
 
-// What the preemptions of a request have cost. `all` sums up those after which it resumed.
+// Returns what the preemptions of a request have cost. `all` is the sum of those after which it resumed.
 function wordsOfCost(seq, waited, all, number) {
-  const time = `${number === 1 ? "It" : "They"} cost ${spell(waited)} of waiting${seq.state === "waiting" ? " so far" : ""}.`;
+  const time = `${number === 1 ? "It" : "They"} cost ${formatDuration(waited)} of waiting${seq.state === "waiting" ? " so far" : ""}.`;
   if (!all.positions) return time;
   return `${time} ${wordsOfReturn(all, number === 1 ? "" : " in all")}`;
 }
 
-// What of a preempted request could be reused if it resumed now.
+// Returns which blocks of a preempted request could be reused if it resumed now.
 function wordsOfReusable(seq, state) {
-  const rest = "When it resumes, it computes again what is not cached then.";
-  const found = countReusable(seq, state);
-  if (!found) return rest;
+  const resumption = "When it resumes, it computes again what is not cached then.";
+  const reusable = countReusable(seq, state);
+  if (!reusable) return resumption;
   const { block_size, has_disk } = state.about;
   const tokens = (blocks) => `${count(blocks * block_size)} (${plural(blocks, "block")})`;
-  const { device, host } = found;
+  const { device, host } = reusable;
   const places = [
     device && `${tokens(device)} are cached on the device`,
     host && `${tokens(host)} are in host memory`,
   ].filter(Boolean);
   const disk = has_disk ? " Others may be on disk." : "";
-  return `Of its ${plural(seq.preempted.positions, "position")}, ${places.join(", and ") || "none is cached on the device or in host memory"} now.${disk} ${rest}`;
+  return `Of its ${plural(seq.preempted.positions, "position")}, ${places.join(", and ") || "none is cached on the device or in host memory"} now.${disk} ${resumption}`;
 }
 
-// Each preemption: for whom, and what it cost.
+// Lists the preemptions of a request: for whom it was preempted, and what that cost.
 function explainPreemptions(seq, page) {
-  const whole = page.spans.allLanes.findLast((each) => each.id === seq.id);
-  if (!whole) return [];
-  const lane = laneUpTo(whole, page.index, page.spans);
+  const fullLane = page.spans.allLanes.findLast((each) => each.id === seq.id);
+  if (!fullLane) return [];
+  const lane = laneUpTo(fullLane, page.index, page.spans);
   const { marks } = lane;
-  const found = [];
+  const items = [];
   let waited = 0;
   const all = { positions: 0, cached: 0, recomputed: 0, loads: 0, blockSize: 0 }; // After which it resumed.
   marks.forEach((mark, i) => {
     if (mark.kind !== "preempted") return;
-    const again = marks.slice(i + 1).find((other) => other.kind === "admitted");
+    const nextAdmission = marks.slice(i + 1).find((other) => other.kind === "admitted");
     const span = lane.spans.find((each) => each.at === mark.at);
     const other = page.names.at(mark.beneficiary, page.index);
-    waited += (again?.time ?? Math.min(page.now, lane.end)) - mark.time;
+    waited += (nextAdmission?.time ?? Math.min(page.now, lane.end)) - mark.time;
     const positions = span?.positions ?? 0;
-    const back = again && { ...again, positions, loads: again.loads.length };
-    if (back) addReturn(all, back);
-    const cost = back
-      ? `It waited ${spell(again.time - mark.time)}. ${wordsOfReturn(back)}`
+    const costs = nextAdmission && { ...nextAdmission, positions, loads: nextAdmission.loads.length };
+    if (costs) addReturnCosts(all, costs);
+    const cost = costs
+      ? `It waited ${formatDuration(nextAdmission.time - mark.time)}. ${wordsOfReturn(costs)}`
       : seq.state === "waiting"
         ? `It had ${plural(positions, "position")}, and still waits.`
         : `It had ${plural(positions, "position")}, and has not resumed.`;
-    found.push(
+    items.push(
       element(
         "li",
         "",
         stepLink(mark.step, mark.at, page),
         ` · ${capitalised(mark.reason)}`,
-        ...forWhom(seq, other),
+        ...wordsOfBeneficiary(seq, other),
         `. ${cost}`,
       ),
     );
   });
-  if (!found.length) return [];
+  if (!items.length) return [];
   const lastMark = marks.findLast((mark) => mark.kind === "preempted");
   const many =
-    found.length >= THRASHING
+    items.length >= THRASHING
       ? element(
           "p",
           "callout",
-          `It was preempted ${found.length} times. This is thrashing: requests take blocks from each other again and again. More blocks or fewer requests at once (--max-num-seqs) avoid it.${page.state.about.host_blocks ? "" : " A host tier (--kv-host-gib) makes it cheaper."}`,
+          `It was preempted ${items.length} times. This is thrashing: requests take blocks from each other again and again. More blocks or fewer requests at once (--max-num-seqs) avoid it.${page.state.about.host_blocks ? "" : " A host tier (--kv-host-gib) makes it cheaper."}`,
         )
       : null;
   return [
-    heading(found.length === 1 ? "What did its preemption cost?" : "What did its preemptions cost?"),
-    element("p", "rule", wordsOfCost(seq, waited, all, found.length)),
+    heading(items.length === 1 ? "What did its preemption cost?" : "What did its preemptions cost?"),
+    element("p", "rule", wordsOfCost(seq, waited, all, items.length)),
     seq.state === "waiting" ? paragraph(wordsOfReusable(seq, page.state)) : null,
     many,
-    element("ul", "plain", ...found),
+    element("ul", "plain", ...items),
     lastMark.reason === NO_FREE_BLOCK && lastMark.beneficiary !== seq.id
       ? paragraph(wordsOfVictim(lastMark.policy))
       : null,
@@ -721,9 +723,9 @@ function explainPreemptions(seq, page) {
 
 // Merges plans that give the same reason, which differ only in the blocks that they lack.
 function mergeEvents(events) {
-  const found = [];
+  const merged = [];
   for (const { event, index } of events) {
-    const last = found.at(-1);
+    const last = merged.at(-1);
     const isSame =
       event.kind === "waiting" &&
       last?.event.kind === "waiting" &&
@@ -731,9 +733,9 @@ function mergeEvents(events) {
       !last.event.needed === !event.needed &&
       last.event.waits_for === event.waits_for;
     if (isSame) last.repeated.push({ event, index });
-    else found.push({ event, index, repeated: [] });
+    else merged.push({ event, index, repeated: [] });
   }
-  return found;
+  return merged;
 }
 
 function wordsOfMerged({ event, repeated }, name) {
@@ -743,11 +745,11 @@ function wordsOfMerged({ event, repeated }, name) {
   return `${event.reason} (needs ${least} to ${most})`;
 }
 
-function lifeOf(seq, page) {
+function explainHistory(seq, page) {
   if (seq.id < 0) return []; // It has no sequence, and so no events of one.
   const list = element("ul", "plain life");
-  const events = mergeEvents(page.eventsOf(seq.id, MOST_EVENTS));
-  for (const merged of events.slice(-MOST_LINES)) {
+  const events = mergeEvents(page.eventsOf(seq.id, MAX_EVENTS));
+  for (const merged of events.slice(-MAX_LINES)) {
     const { event, index, repeated } = merged;
     const words = wordsOfMerged(merged, (id) => page.names.letters(id));
     const item = element("li", "", stepLink(event.step, index, page));
@@ -767,7 +769,7 @@ function explainSequence(seq, page) {
     "h2",
     "title",
     chip(seq),
-    ` ${short(seq.request)} `,
+    ` ${shortId(seq.request)} `,
     element(
       "small",
       "",
@@ -785,7 +787,7 @@ function explainSequence(seq, page) {
     ...explainFirstWait(seq, page),
     ...explainCache(seq, state, page),
     ...explainSharingOf(seq, state),
-    ...lifeOf(seq, page),
+    ...explainHistory(seq, page),
   ];
 }
 
@@ -799,16 +801,16 @@ function explainBlock(block, page) {
       .filter((each) => state.contents[each])
       .map((each, i) => [each, i + 1]),
   );
-  const [first, ...rest] = describeBlock(state, block, { owners, order, names: page.names });
+  const [first, ...otherLines] = describeBlock(state, block, { owners, order, names: page.names });
   const holding = (owners.get(block) ?? []).map((id) => state.sequences.get(id));
-  const found = [
+  const parts = [
     element("h2", "title", `Block ${block}`),
     // The first line begins with the number of the block, which the title has already.
     paragraph(`${capitalised(first.slice(first.indexOf(": ") + 2))}.`),
-    ...rest.map((words) => paragraph(words[0] === "“" ? words : `${capitalised(words)}.`)),
+    ...otherLines.map((words) => paragraph(words[0] === "“" ? words : `${capitalised(words)}.`)),
   ];
   if (holding.length > 1) {
-    found.push(
+    parts.push(
       element(
         "p",
         "callout",
@@ -816,35 +818,35 @@ function explainBlock(block, page) {
       ),
     );
   }
-  if (holding.length) found.push(chips(holding));
+  if (holding.length) parts.push(chips(holding));
   else if (state.contents[block]) {
-    found.push(
+    parts.push(
       paragraph(
         "No request holds it. A request whose text begins the same way can reuse it, until its memory is needed: then the cached block that was used least recently is evicted first.",
       ),
     );
   } else if (!state.references[block])
-    found.push(paragraph("No request holds it, and it has no content that a request could reuse."));
-  return found;
+    parts.push(paragraph("No request holds it, and it has no content that a request could reuse."));
+  return parts;
 }
 
 function explainStep(step, page) {
-  const [first, ...rest] = describeStep(step);
+  const [first, ...otherLines] = describeStep(step);
   return [
     element("h2", "title", capitalised(nameOfStep(step.number, step.engine))),
     paragraph(`${first}.`),
-    ...rest.map((words) => paragraph(words)),
+    ...otherLines.map((words) => paragraph(words)),
     linkToStep(step, page),
   ];
 }
 
 // The results of a step may come while later steps are planned. The link leads to the step itself.
 function linkToStep({ number, engine, at }, { history }) {
-  const place = history.placeOfNumber(number, engine);
-  return link("Go to this step", place < 0 ? at : history.endOfStep(place));
+  const stepIndex = history.stepIndexOfNumber(number, engine);
+  return link("Go to this step", stepIndex < 0 ? at : history.endOfStep(stepIndex));
 }
 
-// What explainNothing shows.
+// Returns what explainNothing depends on.
 function summaryOf({ state, spans, index }) {
   const live = [...state.sequences.values()];
   return {
@@ -862,7 +864,7 @@ function summaryOf({ state, spans, index }) {
   };
 }
 
-// What a newcomer can try: a question, the traffic that raises it, and where its answer is.
+// For a first visit: a question, the traffic that raises it, and where its answer is.
 const GUIDE = [
   [
     "Why does a request wait?",
@@ -901,17 +903,17 @@ function explainNothing(page) {
   const find = (id) => page.findSequence(id);
   const waiting = waitingIds.map(find).filter(Boolean);
   const preempted = preemptedIds.map(find).filter(Boolean);
-  const found = [
+  const parts = [
     paragraph(
       "Choose a request, a block or a step, and this panel explains what happens to it and why.",
     ),
   ];
-  if (isDemonstration()) found.push(...guide());
-  if (waiting.length) found.push(heading("Waiting requests"), chips(waiting));
-  if (preempted.length) found.push(heading("Preempted requests"), chips(preempted));
-  found.push(...explainSharing(page));
-  found.push(heading("Terms"), terms());
-  return found;
+  if (isDemonstration()) parts.push(...guide());
+  if (waiting.length) parts.push(heading("Waiting requests"), chips(waiting));
+  if (preempted.length) parts.push(heading("Preempted requests"), chips(preempted));
+  parts.push(...explainSharing(page));
+  parts.push(heading("Terms"), terms());
+  return parts;
 }
 
 const TERMS = [
@@ -943,7 +945,7 @@ const terms = () => {
 };
 
 export function drawWhy(page) {
-  if (panel.hidden || !page.state || isHeld) return;
+  if (panel.hidden || !page.state || isPressed) return;
   const { selection } = page;
   const seq = selection.kind === "sequence" ? page.findSequence(selection.id) : null;
   const key = JSON.stringify(
@@ -965,7 +967,7 @@ export function drawWhy(page) {
   for (const node of nodes)
     if (node.matches("details"))
       node.open = opened.includes(node.querySelector("summary").textContent);
-  // Of another selection, a button may look the same and do something else.
+  // For another selection, an equal button may do something else, so all nodes are replaced.
   if (isOtherSelection(page.names, JSON.stringify(selection))) {
     panel.replaceChildren(...nodes);
     panel.scrollTop = 0;

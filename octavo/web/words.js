@@ -1,7 +1,7 @@
 // Events in words, for the log and for the life of a request.
 
 import { nameOf } from "./colours.js";
-import { count, plural, short } from "./draw.js";
+import { count, plural, shortId } from "./draw.js";
 import { isOfAnother } from "./state.js";
 
 // Kind -> the group that the log can hide, and the word in front of the event.
@@ -53,8 +53,8 @@ export const FINISH_REASONS = {
   search_over: "beam search finished",
 };
 
-// What the API server tells the client of a refused request: a status, a code, sometimes the field,
-// and a message. Returns null for other reasons.
+// Returns the status, the code, the field and the message that the client of a refused request got from
+// the API server, or null for other reasons. There may be no field and no message.
 export function readRefusal(reason) {
   const [, status, code, field, message] =
     /^(\d{3}) (\w+)(?: \(([^)]*)\))?(?:: ([^]*))?$/.exec(reason) ?? [];
@@ -99,8 +99,8 @@ const writers = {
   arrived: (e) =>
     `${plural(e.prompt, "prompt token")}${e.priority ? `, priority ${e.priority}` : ""}${e.tenant ? `, tenant ${e.tenant}` : ""}`,
   forked: (e, name) => `continues the prompt of ${name(e.parent)}`,
-  compiling: (e) => `${short(e.request)}: its structured output is compiled`,
-  refused: (e) => `${short(e.request)}: ${wordsOfRefusal(e.reason)}`,
+  compiling: (e) => `${shortId(e.request)}: its structured output is compiled`,
+  refused: (e) => `${shortId(e.request)}: ${wordsOfRefusal(e.reason)}`,
   admitted: (e) =>
     `${count(e.cached)} of ${plural(e.tokens, "token")} cached${e.recomputed ? `, ${count(e.recomputed)} to be recomputed` : ""}`,
   waiting: (e, name) =>
@@ -153,8 +153,8 @@ const writers = {
   listed: (e) => `${plural(e.contents, "content")} on disk`,
 };
 
-// Says where the positions of a preempted sequence came from when it resumed: `cached` tokens were
-// found, of which `loads` blocks came from host memory.
+// Returns in words where the positions of a preempted sequence came from when it resumed: `cached`
+// tokens were found in the cache, and `loads` blocks of them came from host memory.
 export function wordsOfReturn({ positions, cached, recomputed, loads, blockSize }, inAll = "") {
   const fromHost = Math.min(loads * blockSize, cached, positions);
   const onDevice = Math.min(cached, positions) - fromHost;
@@ -174,8 +174,8 @@ export class Names {
   constructor() {
     // Sequence id -> { id, name, index, label, request, labelled: index of the line with the label }
     this.seen = new Map();
-    // Number of a content -> each time that it was computed or loaded: { stream, number, text,
-    // writer: the sequence that computed it, load: where it was loaded, or null }
+    // Number of a content -> its origins, one for each time that it was computed or loaded: { stream,
+    // number, text, writer: the sequence that computed it, load: an entry of `loads`, or null }
     this.contents = new Map();
     this.writers = []; // Block -> the sequence that it was allocated for last.
     // Block -> how its content comes from host memory: { step, engine, seq }, until it is published.
@@ -189,14 +189,14 @@ export class Names {
     else if (event.kind === "loaded") this.#addLoad(event, state);
     else if (event.kind === "published") this.#addContent(event, state);
     else if (event.kind === "arrived" || event.kind === "forked" || event.kind === "admitted")
-      this.#keep(state.sequences.get(event.seq), index);
+      this.#remember(state.sequences.get(event.seq), index);
     else if (["opened", "restarted", "reopened", "gap"].includes(event.kind)) {
       for (const seq of state.sequences.values()) {
-        this.#keep(seq, index);
-        seq.table.forEach((block, place) => {
+        this.#remember(seq, index);
+        seq.table.forEach((block, logicalBlock) => {
           this.#setWriter(block, seq.id);
           // A block that holds computed positions and is not published yet is being loaded.
-          const isComputed = (place + 1) * state.about.block_size <= seq.computed;
+          const isComputed = (logicalBlock + 1) * state.about.block_size <= seq.computed;
           if (isComputed && !state.contents[block]) this.loads.set(block, { step: 0, seq: seq.id });
         });
       }
@@ -216,9 +216,9 @@ export class Names {
     const load = this.loads.get(block) ?? null;
     this.loads.delete(block);
     const writer = load ? this.#findOrigin(content, state)?.writer : this.seen.get(this.writers[block]);
-    const known = { stream: state.about.stream, number, writer, load, text };
-    if (this.contents.has(content)) this.contents.get(content).push(known);
-    else this.contents.set(content, [known]);
+    const origin = { stream: state.about.stream, number, writer, load, text };
+    if (this.contents.has(content)) this.contents.get(content).push(origin);
+    else this.contents.set(content, [origin]);
   }
 
   // Returns how a content was computed or loaded last, as far as that is known in a state.
@@ -231,9 +231,9 @@ export class Names {
   // Returns lines that say who computed a content, and for whom it was loaded last, as far as that
   // is known in a state.
   originOf(content, state) {
-    const known = this.#findOrigin(content, state);
-    if (!known) return [];
-    const { writer, load, text } = known;
+    const origin = this.#findOrigin(content, state);
+    if (!origin) return [];
+    const { writer, load, text } = origin;
     const lines = [];
     if (writer) lines.push(`computed by ${nameOf(writer)}`);
     else if (!load) lines.push("computed by an earlier request");
@@ -248,11 +248,11 @@ export class Names {
     return seq ? `loaded from host memory for ${this.letters(seq)}${when}` : `read from disk${when}`;
   }
 
-  #keep(seq, index) {
+  #remember(seq, index) {
     if (!seq) return;
     const { id, name, label, request } = seq;
-    const before = this.seen.get(id);
-    const labelled = before?.label === label ? before.labelled : index;
+    const oldEntry = this.seen.get(id);
+    const labelled = oldEntry?.label === label ? oldEntry.labelled : index;
     this.seen.set(id, { id, name, index: seq.index, label, request, labelled });
   }
 

@@ -28,7 +28,7 @@ READ_VIEWS = """async () => {
     counts: visible("#counts li:not([hidden])").map(text),
     legend: visible("#wall-legend li").map(text),
     sum: text(document.getElementById("sum")),
-    checks: page.history.checks.map(({ step, found }) => ({ step, found })),
+    checks: page.history.checks.map(({ step, differences }) => ({ step, differences })),
     checked: text(document.getElementById("checked")),
     steps: page.spans.steps.filter((step) => step.at <= page.index).slice(-40)
       .map(({ number, prefill, decode }) => [number, prefill, decode]),

@@ -98,7 +98,7 @@ for (const stream of readFileSync(0, "utf8").trim().split("\n\n")) {
   }
   const { step } = history.end;
   const nearest = history.nearestStep(step + 1000, 1);
-  check(nearest.last === step && history.line(history.steps[nearest.place])[2] === step, "nearest step", nearest, step);
+  check(nearest.last === step && history.line(history.steps[nearest.stepIndex])[2] === step, "nearest step", nearest, step);
   check(history.nearestStep(0, 1).first === lines[0][2] && history.nearestStep(1, 2) === null, "first step");
 }
 

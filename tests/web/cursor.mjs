@@ -28,8 +28,8 @@ function newPage() {
 
 const viewOfLane = ({ id, name, index, label, request, arrival, end, reason, spans, marks }) => ({
   id, name, index, label, request, arrival, end, reason,
-  spans: spans.map(({ kind, start, end: until, whys, first, last, drafts, from, step, positions }) => ({
-    kind, start, until, whys: whys ?? [], first, last, drafts: Object.entries(drafts ?? []).filter(([, each]) => each), from, step,
+  spans: spans.map(({ kind, start, end: until, reasons, first, last, drafts, from, step, positions }) => ({
+    kind, start, until, whys: reasons ?? [], first, last, drafts: Object.entries(drafts ?? []).filter(([, each]) => each), from, step,
     positions,
   })),
   marks,

@@ -4,7 +4,7 @@ import { readFileSync } from "node:fs";
 
 import { apply, compareWithEngine, countBlocks, nameFields, stateFrom } from "../../octavo/web/state.js";
 
-const found = [];
+const differences = [];
 let events = 0, snapshots = 0;
 readFileSync(0, "utf8").trim().split("\n\n").forEach((stream, index) => {
   let state = null;
@@ -12,7 +12,7 @@ readFileSync(0, "utf8").trim().split("\n\n").forEach((stream, index) => {
     const line = JSON.parse(text);
     if (line[0] === "snapshot") {
       const [, number, step, time, about, snapshot] = line;
-      if (state) found.push(...compareWithEngine(state, about, snapshot).map((words) => `stream ${index}, event ${number}: ${words}`));
+      if (state) differences.push(...compareWithEngine(state, about, snapshot).map((words) => `stream ${index}, event ${number}: ${words}`));
       else state = stateFrom(about, snapshot, number, step, time);
       snapshots += 1;
     } else {
@@ -25,8 +25,8 @@ readFileSync(0, "utf8").trim().split("\n\n").forEach((stream, index) => {
       events += 1;
     }
     const { used, cached, free, total } = countBlocks(state);
-    if (used + cached + free !== total) found.push(`stream ${index}, ${text}: ${used} + ${cached} + ${free} is not ${total}`);
-    if (found.length > 10) break;
+    if (used + cached + free !== total) differences.push(`stream ${index}, ${text}: ${used} + ${cached} + ${free} is not ${total}`);
+    if (differences.length > 10) break;
   }
 });
-console.log(JSON.stringify({ found: found.slice(0, 10), events, snapshots }));
+console.log(JSON.stringify({ differences: differences.slice(0, 10), events, snapshots }));

@@ -1,4 +1,4 @@
-// Reads a stream whose requests are renamed, and prints their names and what differs from the snapshots.
+// Reads a stream whose requests are renamed, and prints their names and the differences from the snapshots.
 
 import { readFileSync } from "node:fs";
 
@@ -11,4 +11,4 @@ const names = [];
 const history = new History((event) => event.kind === "arrived" && names.push(event.name));
 history.add(lines);
 const { checks } = history;
-console.log(JSON.stringify({ names, checks: checks.length, found: checks.flatMap(({ found }) => found) }));
+console.log(JSON.stringify({ names, checks: checks.length, differences: checks.flatMap(({ differences }) => differences) }));

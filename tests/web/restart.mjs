@@ -39,7 +39,7 @@ function open(lines) {
 }
 
 function wrongIn({ history, spans }) {
-  const wrong = history.checks.flatMap(({ found }) => found);
+  const wrong = history.checks.flatMap(({ differences }) => differences);
   const open = spans.allLanes.filter((lane) => lane.end === Infinity).map(({ id }) => id);
   const live = [...history.end.sequences.keys()];
   const sorted = (ids) => JSON.stringify([...ids].sort((a, b) => a - b));
@@ -56,8 +56,8 @@ const lost = whole.history.stateAt(whole.history.last).ended.filter(({ reason })
 // What the page says about the restart, and where the steps with one number are that both engine processes have.
 function stepsOf({ history, spans }) {
   const index = history.restarts[0];
-  const { number } = spans.steps.findLast((each) => each.engine === 2 && history.placeOfNumber(each.number, 1) >= 0);
-  const places = [1, 2].map((engine) => history.placeOfNumber(number, engine));
+  const { number } = spans.steps.findLast((each) => each.engine === 2 && history.stepIndexOfNumber(each.number, 1) >= 0);
+  const places = [1, 2].map((engine) => history.stepIndexOfNumber(number, engine));
   const ends = places.map((place) => history.endOfStep(place));
   return {
     restarts: history.restarts.length, marks: spans.marks.filter(({ kind }) => kind === "restarted").map(({ at }) => at), last: index,
@@ -65,7 +65,7 @@ function stepsOf({ history, spans }) {
     numbers: ends.map((end) => history.line(end)[2]),
     names: ends.map((end) => nameOfStep(history.stateAt(end).step, history.stateAt(end).engine)),
     order: ends[0] < index && index < ends[1],
-    latest: history.placeOfNumber(number) === places[1],
+    latest: history.stepIndexOfNumber(number) === places[1],
     // Any line of a step leads to the end of the step.
     ends: places.every((place, i) => [history.steps[place], ends[i]].every((line) => history.endOfStepWith(line) === ends[i])),
   };

@@ -147,7 +147,7 @@ def compare(watched: Watched, recording: bytes) -> StreamMirror:
     compare_wall(watched.tips(), owners, mirror)
     used = sum(count > 0 for count in mirror.references.values())
     assert views["sum"].startswith(f"{used} used +") and views["sum"].endswith("✓")
-    assert not any(check["found"] for check in views["checks"]), views["checks"]
+    assert not any(check["differences"] for check in views["checks"]), views["checks"]
     counts = {word.rstrip(","): int(number) for number, word, *_ in map(str.split, views["counts"])}
     assert counts["waiting"] == sum(state == "waiting" for state in live.values())
     assert counts["decode"] + counts["prefill"] == mirror.running

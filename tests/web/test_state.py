@@ -28,7 +28,7 @@ def reduced(seeds: range, **options: Any) -> dict[str, Any]:
 )
 def test_the_state_of_the_page_is_that_of_the_engine(options: dict[str, bool]) -> None:
     found = reduced(range(500, 508), **options)
-    assert found["found"] == []
+    assert found["differences"] == []
     assert found["events"] > 1000 and found["snapshots"] > 20
 
 
@@ -42,7 +42,7 @@ def test_the_state_of_the_page_is_that_of_the_engine_in_many_workloads(
     options: dict[str, bool],
 ) -> None:
     for first in range(1000, 1400, 50):
-        assert reduced(range(first, first + 50), **options)["found"] == []
+        assert reduced(range(first, first + 50), **options)["differences"] == []
 
 
 def test_the_history_is_the_same_from_both_directions() -> None:
@@ -60,9 +60,9 @@ def test_the_history_is_the_same_from_both_directions() -> None:
 def test_renamed_requests_have_the_same_names_in_events_and_in_snapshots() -> None:
     """The simulation of the tab "What if" gives its requests the names of the recorded ones."""
     lines = b"\n".join(stream_of_trial(511))
-    assert run_node("rename.mjs", lines, "0")["found"] == []
+    assert run_node("rename.mjs", lines, "0")["differences"] == []
     renamed = run_node("rename.mjs", lines, "2")
-    assert renamed["found"] == [] and renamed["checks"] > 3
+    assert renamed["differences"] == [] and renamed["checks"] > 3
     plain_names = run_node("rename.mjs", lines, "0")["names"]
     assert renamed["names"] == [name + 2 for name in plain_names] and len(plain_names) > 3
 
@@ -74,7 +74,7 @@ def test_a_check_belongs_to_the_run_and_the_step_that_are_viewed() -> None:
     assert found["middle"]["index"] <= found["viewed"] < found["last"]["index"]
     assert found["restarted"] is None, "a new engine has not been checked yet"
     assert found["earlier"] == found["last"], "the checks of the earlier engine are kept"
-    assert found["failed"]["found"], "a failed check is shown at every step of its run"
+    assert found["failed"]["differences"], "a failed check is shown at every step of its run"
 
 
 def test_a_block_names_who_had_computed_it_at_the_viewed_step() -> None:
