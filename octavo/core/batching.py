@@ -102,9 +102,9 @@ class Batches:
             and len(running) + self.schedule.max_batch <= self.schedule.max_num_seqs
         )
         if not running or fits_beside:
-            new = [seq for seq in waiting if seq.request.id not in running]
-            size = self.form_batch(new, now) if new else 0
-            self.admissible = running | {seq.request.id for seq in new[:size]}
+            candidates = [seq for seq in waiting if seq.request.id not in running]
+            size = self.form_batch(candidates, now) if candidates else 0
+            self.admissible = running | {seq.request.id for seq in candidates[:size]}
 
     def may_admit(self, seq: Sequence) -> bool:
         return self.form_batch is None or seq.request.id in self.admissible

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from octavo.core import reasons, scheduler, scheduler_reports
 
-USERS = (scheduler, scheduler_reports)  # modules that decide
+DECIDING_MODULES = (scheduler, scheduler_reports)
 LINES_BEFORE = 7  # lines of code that are shown before the line that gives the reason
 LINES_AFTER = 2
 
@@ -27,13 +27,13 @@ class SourceLine(NamedTuple):
 
 @cache
 def decision_sources() -> dict[str, list[SourceLine]]:
-    """Return the places that give each reason. The dictionary is empty if there is no source
+    """Return the source lines that give each reason. The dictionary is empty if there is no source
     code."""
-    found: dict[str, list[SourceLine]] = {}
+    sources: dict[str, list[SourceLine]] = {}
     for name, reason in vars(reasons).items():
         if name.isupper() and isinstance(reason, str):
-            found[reason] = [place for module in USERS for place in _uses(module, name)]
-    return found
+            sources[reason] = [line for module in DECIDING_MODULES for line in _uses(module, name)]
+    return sources
 
 
 def _uses(module: ModuleType, name: str) -> list[SourceLine]:

@@ -55,9 +55,9 @@ class SuffixDrafter:
         self.histories: OrderedDict[tuple[str, str], History] = OrderedDict()
 
     def propose(self, seq: Sequence, count: int) -> array[int]:
-        own = continuation_of(seq.tokens, seq.tokens, self.shortest, self.longest, count)
-        if own:
-            return own
+        proposal = continuation_of(seq.tokens, seq.tokens, self.shortest, self.longest, count)
+        if proposal:
+            return proposal
         history = self.histories.get((seq.request.tenant, seq.request.cache_salt))
         if history is None:
             return array("i")
@@ -103,44 +103,44 @@ class History:
         if end is None:
             return array("i")
         # Another occurrence may agree with more of the text, so the history is searched.
-        found = continuation_of(self.tokens, text, self.width + 1, longest, count)
-        if not found:
-            found = self.tokens[end : end + count]
-        if -1 in found:
-            found = found[: found.index(-1)]
-        return found
+        proposal = continuation_of(self.tokens, text, self.width + 1, longest, count)
+        if not proposal:
+            proposal = self.tokens[end : end + count]
+        if -1 in proposal:
+            proposal = proposal[: proposal.index(-1)]
+        return proposal
 
 
 def continuation_of(
-    known: array[int], text: array[int], shortest: int, longest: int, count: int
+    corpus: array[int], text: array[int], shortest: int, longest: int, count: int
 ) -> array[int]:
-    """Return up to `count` tokens that follow the last occurrence in `known` of the end of `text`.
+    """Return up to `count` tokens that follow the last occurrence in `corpus` of the end of `text`.
     The longest end that occurs is used, of at most `longest` tokens. The result is empty if not
     even the last `shortest` tokens occur.
 
     The search runs over the bytes of the array, which is ten times as fast as comparing Python
     integers."""
-    token_bytes = known.itemsize
-    haystack = known.tobytes()
+    token_bytes = corpus.itemsize
+    haystack = corpus.tobytes()
     # The match must not be the end of the text itself.
-    end = len(haystack) - (token_bytes if known is text else 0)
-    found_end = -1
+    end = len(haystack) - (token_bytes if corpus is text else 0)
+    match_end = -1
     for length in range(shortest, min(longest, len(text)) + 1):
         pattern = text[-length:].tobytes()
-        found = find_last(haystack, pattern, end, token_bytes)
-        if found < 0:
+        start = find_last(haystack, pattern, end, token_bytes)
+        if start < 0:
             break
-        found_end = found + len(pattern)
-        end = found_end  # more tokens occur here too, or further left
-    if found_end < 0:
+        match_end = start + len(pattern)
+        end = match_end  # A longer end of the text occurs here too, or further left.
+    if match_end < 0:
         return array("i")
-    first = found_end // token_bytes
-    return known[first : first + count]
+    first = match_end // token_bytes
+    return corpus[first : first + count]
 
 
 def find_last(haystack: bytes, pattern: bytes, end: int, token_bytes: int) -> int:
     """Return where whole tokens equal the pattern for the last time before `end`, or -1."""
-    found = haystack.rfind(pattern, 0, end)
-    while found >= 0 and found % token_bytes:
-        found = haystack.rfind(pattern, 0, found + len(pattern) - 1)
-    return found
+    start = haystack.rfind(pattern, 0, end)
+    while start >= 0 and start % token_bytes:
+        start = haystack.rfind(pattern, 0, start + len(pattern) - 1)
+    return start

@@ -152,7 +152,7 @@ class EventStream:
         self.about = {"engine": os.urandom(6).hex()} | (about or {})
         self.text = text
         self.sinks: list[Sink] = []
-        # The same for all streams of this engine, so that requests keep their names.
+        # This number is the same for all streams of the engine, so that requests keep their names.
         oldest = min((seq.rank[3] for seq in engine.scheduler.live.values()), default=None)
         self.earlier_requests = engine.scheduler.arrivals if oldest is None else oldest - 1
         self.numbers = StreamNumbers(0.0, self.earlier_requests)
@@ -227,7 +227,7 @@ class EventStream:
         self.number = self.engine.events.number
         self.pieces.clear()
         for seq in sorted(self.scheduler.running, key=lambda seq: seq.id):
-            self.numbers.labels.take(seq.id)
+            self.numbers.labels.assign(seq.id)
 
     def add_snapshot(self) -> None:
         """Pass on the lines so far, and then a snapshot."""
@@ -246,10 +246,10 @@ class EventStream:
 
     def _forget_contents(self) -> None:
         if len(self.numbers.contents.numbers) > MAX_CONTENTS:
-            known = set(self.scheduler.pool.hash_index)
+            existing = set(self.scheduler.pool.hash_index)
             if self.scheduler.tiers is not None:
-                known |= self.scheduler.tiers.ready.keys() | self.scheduler.tiers.filling.keys()
-            self.numbers.contents.keep_only(known)
+                existing |= self.scheduler.tiers.ready.keys() | self.scheduler.tiers.filling.keys()
+            self.numbers.contents.keep_only(existing)
 
     def flush(self) -> None:
         """Pass the lines on to all sinks."""
@@ -299,7 +299,7 @@ class EventStream:
         return f"{text[: MAX_TEXT // 2]} … {text[-MAX_TEXT // 2 :]}"
 
     def _on_fork(self, event: Forked) -> None:
-        label = self.numbers.labels.take(event.seq.id)
+        label = self.numbers.labels.assign(event.seq.id)
         self._add("forked", event, event.seq.id, label, event.parent.id, event.seq.index)
 
     def _on_guide(self, event: GuideStarted) -> None:
@@ -318,7 +318,7 @@ class EventStream:
             "admitted",
             event,
             seq.id,
-            self.numbers.labels.take(seq.id),
+            self.numbers.labels.assign(seq.id),
             event.num_tokens,
             event.cached_tokens,
             seq.dropped_tokens,
@@ -359,7 +359,7 @@ class EventStream:
         self._add("failed", event, event.seq.id, event.error, event.seq.num_generated)
 
     def _end(self, seq: Sequence) -> None:
-        self.numbers.labels.give_back(seq.id)
+        self.numbers.labels.release(seq.id)
         self.numbers.reasons.pop(seq.id, None)
         self.pieces.pop(seq.id, None)
 
@@ -371,24 +371,24 @@ class EventStream:
             if item.start is not None
         ]
         decode = [item.seq_id for item in plan.items if item.start is None]
-        same = decode == self.decode
+        is_unchanged = decode == self.decode
         self.decode = decode
         drafts = None
         if plan.num_drafts:
             drafts = [item.num_drafts for item in plan.items if item.start is None]
-        listed = None if same else decode
+        new_decode = None if is_unchanged else decode
         self._begin_plan(event.step)
-        details = (chunks, listed, drafts, int(plan.urgent), self._take_not_tried())
+        details = (chunks, new_decode, drafts, int(plan.urgent), self._pop_not_tried())
         self._add("planned", event, event.token_budget, *details)
 
     def _begin_plan(self, step: int) -> None:
-        """Forget what the plan before did not admit. That plan may have been empty: then no line of
-        its own followed."""
+        """Clear the sequences that the plan before did not admit. If that plan was empty, no line
+        about it has followed."""
         if step != self.planned_step:
             self.planned_step = step
             self.not_admitted_ids.clear()
 
-    def _take_not_tried(self) -> list[int] | None:
+    def _pop_not_tried(self) -> list[int] | None:
         """Drop the reasons of sequences that this plan did not try. Returns the sequences."""
         reasons = self.numbers.reasons
         not_tried = [seq_id for seq_id in reasons if seq_id not in self.not_admitted_ids]
@@ -476,8 +476,8 @@ class EventStream:
 
     def _on_store(self, event: TierStored) -> None:
         content = self.numbers.contents.number(event.content_hash)
-        places = (event.block, event.host_block)
-        self._add("stored", event, event.tier, content, *places, self._num_on_disk())
+        blocks = (event.block, event.host_block)
+        self._add("stored", event, event.tier, content, *blocks, self._num_on_disk())
 
     def _num_on_disk(self) -> int:
         tiers = self.scheduler.tiers
@@ -498,8 +498,8 @@ class EventStream:
 
     def _on_forget(self, event: TierDropped) -> None:
         content = self.numbers.contents.number(event.content_hash)
-        place = event.host_block
-        self._add("forgotten", event, event.tier, content, place, self._num_on_disk())
+        host_block = event.host_block
+        self._add("forgotten", event, event.tier, content, host_block, self._num_on_disk())
 
     def _on_list(self, event: DiskListed) -> None:
         self._add("listed", event, event.num_contents)

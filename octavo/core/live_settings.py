@@ -90,10 +90,10 @@ def change_block_limit(scheduler: Scheduler, num_blocks: int) -> None:
             "block_limit",
         )
     to_withhold = pool.num_blocks - num_blocks - len(pool.withheld)
-    taken = [pool.allocate() for _ in range(min(to_withhold, len(pool.free_blocks)))]
-    pool.withheld += taken
-    if taken and BlocksAllocated in scheduler.events.listeners:
-        scheduler.events.emit(BlocksAllocated(None, 0, taken))
+    newly_withheld = [pool.allocate() for _ in range(min(to_withhold, len(pool.free_blocks)))]
+    pool.withheld += newly_withheld
+    if newly_withheld and BlocksAllocated in scheduler.events.listeners:
+        scheduler.events.emit(BlocksAllocated(None, 0, newly_withheld))
     returned = [pool.withheld.pop() for _ in range(-to_withhold)]
     for block in returned:
         pool.release(block)
@@ -139,13 +139,13 @@ def change_policy(scheduler: Scheduler, name: str) -> None:
 
 def _replace_shaper(scheduler: Scheduler) -> None:
     """Make a shaper for the current policy, with the budget and the batches of the previous one."""
-    before = scheduler.shaper
-    scheduler.events.unsubscribe(before._learn)
+    previous = scheduler.shaper
+    scheduler.events.unsubscribe(previous._learn)
     shaper = StepShaper(scheduler.schedule, scheduler.queues, scheduler.prefix)
-    shaper.token_cap = before.token_cap
-    shaper.batches = before.batches
-    if isinstance(before.prompt_budget, CappedPrompts):
-        shaper.prompt_budget = CappedPrompts(shaper.prompt_budget, before.prompt_budget.cap)
+    shaper.token_cap = previous.token_cap
+    shaper.batches = previous.batches
+    if isinstance(previous.prompt_budget, CappedPrompts):
+        shaper.prompt_budget = CappedPrompts(shaper.prompt_budget, previous.prompt_budget.cap)
     scheduler.shaper = shaper
     scheduler.reports.shaper = shaper
 

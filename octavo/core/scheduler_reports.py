@@ -150,4 +150,11 @@ class SchedulerReports:
     def _computed_by(self, seq: Sequence) -> int:
         """Return the Sequence.id of the sequence that computes the first block `seq` lacks."""
         computing = self.prefix.computing
-        return next((computing[each] for each in seq.block_hashes if each in computing), 0)
+        return next(
+            (
+                computing[content_hash]
+                for content_hash in seq.block_hashes
+                if content_hash in computing
+            ),
+            0,
+        )

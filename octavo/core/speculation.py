@@ -45,7 +45,7 @@ SEQUENCE_WEIGHT = 0.1  # the weight of one draft in the running mean of its sequ
 GLOBAL_WEIGHT = 0.01  # the weight of one draft in the running mean of all sequences
 RETRY_WEIGHT = 0.01  # how fast a sequence without drafts returns to the mean of all
 # A step with prompts has a draft extend only if the step has at most MAX_EXTENDED_PROMPT prompt
-# tokens, and each of their sequences may generate at least MIN_EXTENDED_REPLY tokens.
+# tokens, and each of their sequences may generate at min_seconds MIN_EXTENDED_REPLY tokens.
 MAX_EXTENDED_PROMPT = 256
 MIN_EXTENDED_REPLY = 32
 # The number of steps in a row that have a draft extend although the device does not draft.
@@ -60,7 +60,7 @@ MAX_DRAFTED_STEPS = 32  # after this many steps with drafts in a row, one withou
 class DraftCounters:
     """Totals since the start."""
 
-    accepted_at: list[int]  # accepted drafts, by their place among the drafts of a step
+    accepted_at: list[int]  # accepted drafts, by their index among a sequence's drafts in a step
     verifications: int = 0  # one for each sequence with drafts in each step
     drafted: int = 0  # drafts that were verified
     accepted: int = 0  # drafts that became tokens
@@ -88,8 +88,8 @@ class Speculation:
 
     @contextmanager
     def fixed(self, num_drafts: int) -> Iterator[None]:
-        """For measurements: verify this many drafts of every sequence, or as many as have room, and
-        do not count them."""
+        """Verify this many drafts of every sequence inside this context, or as many as have room,
+        and do not count them. This is for measurements."""
         saved = (self.max_drafts, self.adaptive, self.acceptance, self.counters)
         saved_drafter = self.drafter
         if self.drafts_on_device:
@@ -180,8 +180,8 @@ class Speculation:
         counters.verifications += 1
         counters.drafted += num_drafts
         counters.accepted += num_accepted
-        for place in range(num_accepted):
-            counters.accepted_at[place] += 1
+        for position in range(num_accepted):
+            counters.accepted_at[position] += 1
         outcomes = [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts)
         for outcome in outcomes:
             if by_host and self.drafts_on_device:
@@ -317,7 +317,7 @@ class StepCosts:
     Other programs may slow the machine down for some seconds. So the time of each step is divided
     by `slowdown`: the ratio of measured to expected times of the last steps."""
 
-    MIN_PASS_SHARE = 0.005  # a pass counts as at least this fraction of the time of its step
+    MIN_PASS_SHARE = 0.005  # a pass counts as at min_seconds this fraction of the time of its step
     SLOWDOWN_WEIGHT = 0.2  # the weight of one step in the running mean of the slowdown
 
     def __init__(self) -> None:
@@ -350,8 +350,8 @@ class StepCosts:
 
     def _pass_seconds(self, num_rows: int, seconds: float, passes: Passes) -> float:
         """Return the seconds of one pass in a step that took `seconds`."""
-        least = self.MIN_PASS_SHARE * seconds
-        return max((seconds - self.steps.estimate(num_rows)) / passes.number, least)
+        min_seconds = self.MIN_PASS_SHARE * seconds
+        return max((seconds - self.steps.estimate(num_rows)) / passes.number, min_seconds)
 
     def seconds(self, num_rows: int, passes: Passes = NO_PASSES) -> float:
         """Return the expected seconds of a step without the slowdown, or 1 if none was measured."""
@@ -380,26 +380,26 @@ class CostTable:
 
     def forget(self) -> None:
         """Lower all means a little, so that a size that seemed too expensive is tried again."""
-        kept = 1.0 - self.FORGETTING
-        self.means = [mean * kept for mean in self.means]
-        self.costs = [cost * kept for cost in self.costs]
+        factor = 1.0 - self.FORGETTING
+        self.means = [mean * factor for mean in self.means]
+        self.costs = [cost * factor for cost in self.costs]
 
     def record(self, num_rows: int, seconds: float) -> None:
         """Store a measurement of a size that was taken while the machine was otherwise idle."""
-        index = self._place(num_rows, seconds)
+        index = self._index_of(num_rows, seconds)
         self.means[index] = seconds
         self.counts[index] = self.RECORDED_COUNT
         self._update_costs()
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Count a step. The mean of a new size begins with its expected time."""
-        index = self._place(num_rows, self.estimate(num_rows) or seconds)
+        index = self._index_of(num_rows, self.estimate(num_rows) or seconds)
         mean = self.means[index]
         self.counts[index] = min(self.counts[index] + 1, self.MAX_COUNT)
         self.means[index] += (min(seconds, MAX_GROWTH * mean) - mean) / self.counts[index]
         self._update_costs()
 
-    def _place(self, num_rows: int, seconds: float) -> int:
+    def _index_of(self, num_rows: int, seconds: float) -> int:
         """Return the index of a size. A new size is inserted."""
         num_rows = rounded_size(num_rows)
         index = bisect_left(self.rows, num_rows)

@@ -96,14 +96,14 @@ class StepTimes:
     def chunk_within(self, seconds: float, limit: int) -> int:
         """Return the largest size that takes no longer than `seconds`, or the next size if that is
         worth a try. The smallest size is returned even if it takes longer."""
-        known = [size for size, step in enumerate(self.expires_at) if self.num_steps < step]
-        short_enough = list(takewhile(lambda size: self.medians[size] <= seconds, known))
+        measured = [size for size, step in enumerate(self.expires_at) if self.num_steps < step]
+        short_enough = list(takewhile(lambda size: self.medians[size] <= seconds, measured))
         if not short_enough:
             return min(self.SIZES[0], limit)
         first = short_enough[0]
         best = short_enough[-1]
         following = best + 1
-        if following not in known and following < len(self.SIZES):
+        if following not in measured and following < len(self.SIZES):
             num_tokens = max(self.SIZES[best] - self.SIZES[first], 1)
             seconds_per_token = (self.medians[best] - self.medians[first]) / num_tokens
             more_tokens = self.SIZES[following] - self.SIZES[best]

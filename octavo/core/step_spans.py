@@ -34,7 +34,7 @@ class StepSpans:
         self.clock = clock
         self.host_time = host_time
         self.write = write
-        self.seen = replace(host_time)  # the counters at the last event
+        self.last_host_time = replace(host_time)  # the counters at the last event
         self.in_flight: dict[int, dict[str, Any]] = {}
         self.launching: dict[str, Any] | None = None  # the planned step that is not launched yet
         self.landed_at: float | None = None  # when the last step landed; None: none has
@@ -45,7 +45,7 @@ class StepSpans:
         now = self.clock()
         if isinstance(event, StepPlanned):
             self._end_launch_and_commit()
-            plan_seconds = self.host_time.plan - self.seen.plan
+            plan_seconds = self.host_time.plan - self.last_host_time.plan
             self._add_plan(event.plan, now - plan_seconds, now)
         elif isinstance(event, StepLanded):
             self._end_launch_and_commit()
@@ -53,16 +53,20 @@ class StepSpans:
         elif isinstance(event, StepFailed):
             self.in_flight.pop(event.plan.step, None)
             self.launching = None
-        self.seen = replace(self.host_time)
+        self.last_host_time = replace(self.host_time)
 
     def _end_launch_and_commit(self) -> None:
-        """Note the parts of the loop that have ended since the last event."""
+        """Record the parts of the loop that have ended since the last event."""
         if self.launching is not None:
             start = self.launching["plan"][1]
-            self.launching["launch"] = _interval(start, self.host_time.launch - self.seen.launch)
+            self.launching["launch"] = _interval(
+                start, self.host_time.launch - self.last_host_time.launch
+            )
             self.launching = None
         if self.landed_at is not None and self.commit is None:
-            self.commit = _interval(self.landed_at, self.host_time.commit - self.seen.commit)
+            self.commit = _interval(
+                self.landed_at, self.host_time.commit - self.last_host_time.commit
+            )
 
     def _add_plan(self, plan: Plan, start: float, end: float) -> None:
         prefill_tokens = sum(item.num_tokens for item in plan.items if item.start is not None)
@@ -84,13 +88,13 @@ class StepSpans:
     def _write_step(self, event: StepLanded, now: float) -> None:
         step = self.in_flight.pop(event.plan.step, None)
         if step is not None:
-            waited = self.host_time.wait - self.seen.wait
+            waited = self.host_time.wait - self.last_host_time.wait
             step["wait"] = _interval(now - waited, waited)
             # Without a measured time, the device is busy from the launch or the landing before.
-            begun = max(step["plan"][1], self.landed_at or 0.0)
+            device_start = max(step["plan"][1], self.landed_at or 0.0)
             if event.result.compute_seconds:
-                begun = max(begun, now - event.result.compute_seconds)
-            step["device"] = _interval(begun, now - begun)
+                device_start = max(device_start, now - event.result.compute_seconds)
+            step["device"] = _interval(device_start, now - device_start)
             step["commit"] = self.commit
             self.write(step)
         self.commit = None

@@ -17,7 +17,7 @@ class Labels:
         self._free: list[int] = []
         self._next = 0
 
-    def take(self, seq_id: int) -> int:
+    def assign(self, seq_id: int) -> int:
         """Return the number of a sequence, which keeps it until it ends."""
         if seq_id in self.by_sequence:
             return self.by_sequence[seq_id]
@@ -29,7 +29,7 @@ class Labels:
         self.by_sequence[seq_id] = label
         return label
 
-    def give_back(self, seq_id: int) -> None:
+    def release(self, seq_id: int) -> None:
         label = self.by_sequence.pop(seq_id, None)
         if label is not None:
             heappush(self._free, label)
@@ -51,8 +51,9 @@ class Contents:
             number = self.numbers[content_hash] = self._last
         return number
 
-    def keep_only(self, known: set[bytes]) -> None:
-        self.numbers = {key: number for key, number in self.numbers.items() if key in known}
+    def keep_only(self, hashes: set[bytes]) -> None:
+        """Drop the numbers of all other contents."""
+        self.numbers = {key: number for key, number in self.numbers.items() if key in hashes}
 
 
 class StreamNumbers:

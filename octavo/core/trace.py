@@ -12,9 +12,9 @@ Each completion is one line of JSON:
 `blocks` has a number for each full block of BLOCK tokens of prompt and output. Two equal numbers
 mean equal tokens from the beginning up to there. The numbers are hashes under a secret that is
 never written down, so a trace reveals which requests share a prefix and nothing else. `id` and the
-fields after it are measurements, which are not played again: when the front sent the request to
-the engine, when the engine queued it (a step may have been running), when it had its first token,
-how it ended, and its spans (spans.py): name, start, end, tokens, first and last step.
+fields after it are measurements, which are not played again: when the API server sent the
+request to the engine, when the engine queued it (a step may have been running), when it had its
+first token, how it ended, and its spans (spans.py): name, start, end, tokens, first and last step.
 
 Each step is one line too. `octavo timeline` draws these lines, and a simulation skips them:
 
@@ -105,11 +105,11 @@ class Recorder:
         if seq.num_generated < 1 or not request.arrival:
             return
         # If bounded KV has dropped tokens of the output, only the prompt is known.
-        known = array("i", request.prompt) if seq.dropped_tokens else seq.tokens
+        tokens = array("i", request.prompt) if seq.dropped_tokens else seq.tokens
         blocks = []
         parent = self.secret + root_hash(request.cache_salt)
-        for start in range(0, len(known) - BLOCK + 1, BLOCK):
-            parent = chain_hash(parent, known[start : start + BLOCK])
+        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            parent = chain_hash(parent, tokens[start : start + BLOCK])
             blocks.append(int.from_bytes(parent[:6], "little"))
         entry = TraceEntry(
             arrival=request.arrival,
@@ -237,18 +237,18 @@ class SyntheticTrace:
 
     @classmethod
     def parse(cls, spec: str) -> SyntheticTrace:
-        given = _parse_spec(spec)
+        settings = _parse_spec(spec)
         parsed = cls(
-            rate=_number("rate", given, float),
-            num_requests=_number("n", given, int),
-            prompt=_lengths("prompt", given),
-            output=_lengths("output", given),
-            shared=_number("shared", given, int),
-            groups=_number("groups", given, int),
-            skew=_number("skew", given, float),
-            urgent=_number("urgent", given, float),
-            tenants=_number("tenants", given, int),
-            seed=_number("seed", given, int),
+            rate=_number("rate", settings, float),
+            num_requests=_number("n", settings, int),
+            prompt=_lengths("prompt", settings),
+            output=_lengths("output", settings),
+            shared=_number("shared", settings, int),
+            groups=_number("groups", settings, int),
+            skew=_number("skew", settings, float),
+            urgent=_number("urgent", settings, float),
+            tenants=_number("tenants", settings, int),
+            seed=_number("seed", settings, int),
         )
         in_range = 0 < parsed.rate < math.inf and 0 <= parsed.urgent <= 1 and parsed.shared >= 0
         if min(parsed.num_requests, parsed.groups, parsed.tenants) < 1 or not in_range:
@@ -279,22 +279,22 @@ def _synthetic(spec: str) -> Iterator[TraceEntry]:
             (group,) = generator.choices(range(synthetic.groups), cum_weights=cumulative_weights)
         else:
             group = generator.randrange(synthetic.groups)
-        num_common = shared // BLOCK
-        num_own = (shared + prompt + output) // BLOCK - num_common
-        common_blocks = [group * num_common + block for block in range(num_common)]
-        own_blocks = [10**6 * (1 + index) + block for block in range(num_own)]
+        num_shared = shared // BLOCK
+        num_unique = (shared + prompt + output) // BLOCK - num_shared
+        shared_blocks = [group * num_shared + block for block in range(num_shared)]
+        unique_blocks = [10**6 * (1 + index) + block for block in range(num_unique)]
         yield TraceEntry(
             arrival=arrival,
             prompt=shared + prompt,
             output=output,
-            blocks=common_blocks + own_blocks,
+            blocks=shared_blocks + unique_blocks,
             priority=-1 if generator.random() < synthetic.urgent else 0,
             tenant=f"tenant {generator.randrange(synthetic.tenants)}",
         )
 
 
 def _parse_spec(spec: str) -> dict[str, str]:
-    given: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for part in filter(None, spec.partition(":")[2].split(",")):
         name, _, text = (piece.strip() for piece in part.partition("="))
         if name not in DEFAULTS:
@@ -302,12 +302,12 @@ def _parse_spec(spec: str) -> dict[str, str]:
                 f"a synthetic trace has no {name}: use {', '.join(DEFAULTS)}, each as NAME=VALUE",
                 "trace",
             )
-        given[name] = text
-    return given
+        settings[name] = text
+    return settings
 
 
-def _number(name: str, given: dict[str, str], kind: type[Number]) -> Number:
-    text = given.get(name, DEFAULTS[name])
+def _number(name: str, settings: dict[str, str], kind: type[Number]) -> Number:
+    text = settings.get(name, DEFAULTS[name])
     with suppress(ValueError):
         return kind(text)
     try:
@@ -322,8 +322,8 @@ def _number(name: str, given: dict[str, str], kind: type[Number]) -> Number:
         ) from None
 
 
-def _lengths(name: str, given: dict[str, str]) -> tuple[int, int]:
-    text = given.get(name, DEFAULTS[name])
+def _lengths(name: str, settings: dict[str, str]) -> tuple[int, int]:
+    text = settings.get(name, DEFAULTS[name])
     matched = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     low = int(matched[1]) if matched else 0
     high = int(matched[2] or matched[1]) if matched else 0
@@ -346,6 +346,6 @@ def tokens_of_entry(entry: TraceEntry, index: int, vocab_size: int) -> list[int]
         for token in random.Random(number).choices(vocabulary, k=BLOCK)
     ]
     length = entry.prompt + entry.output
-    num_own = max(length - len(tokens), 0)
-    tokens += random.Random(f"{index}").choices(vocabulary, k=num_own)
+    num_unique = max(length - len(tokens), 0)
+    tokens += random.Random(f"{index}").choices(vocabulary, k=num_unique)
     return tokens[:length]
