@@ -92,7 +92,7 @@ class DraftFacts:
 
     @classmethod
     def of(cls, drafter: CausalLM) -> DraftFacts:
-        """Works for a drafter on the meta device too."""
+        """Return the facts of a drafter, which may be on the meta device."""
         return cls(
             max_position=drafter.config.max_position,
             weights=weight_bytes(drafter),
@@ -115,7 +115,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: CausalLM, drafter: CausalLM | None = None) -> ModelFacts:
-        """Works for a model on the meta device too."""
+        """Return the facts of a model, which may be on the meta device."""
         return cls(
             config=model.config,
             parameters=parameter_count(model),
@@ -145,7 +145,7 @@ class DeviceFacts:
 
     @classmethod
     def of(cls, device: torch.device, capturable: bool) -> DeviceFacts:
-        """Call this after the weights are loaded."""
+        """Measure a device. Call this after the weights are loaded."""
         free, total = available_memory(device)
         return cls(
             kind=device.type,
@@ -198,7 +198,7 @@ def resolve(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> R
 
 
 def require(options: EngineOptions, model: ModelFacts, device: DeviceFacts) -> Requirements:
-    """The part of `resolve` that does not depend on how much memory the device has."""
+    """Do the part of `resolve` that does not depend on how much memory the device has."""
     schedule = resolve_schedule(options, model, device.kind)
     activations = activation_bytes(model.config, schedule, model.dtype)
     graphs = device.graphs and not options.enforce_eager and not options.kv_canary
@@ -371,10 +371,10 @@ def check_moves_keys(options: EngineOptions, model: ModelFacts, kv_dtype: str) -
         )
 
 
-def resolve_tiers(options: EngineOptions, found: Resolved, device: DeviceFacts) -> Resolved:
+def resolve_tiers(options: EngineOptions, resolved: Resolved, device: DeviceFacts) -> Resolved:
     """Add the host tier and the disk tier of the KV cache. All ranks together have the sizes of the
     options, and `device` is the share of one rank."""
-    memory = found.memory
+    memory = resolved.memory
     on_host = memory.kv if device.kind == "cpu" else 0
     if on_host > device.host_free:
         raise NotEnoughMemory(
@@ -390,8 +390,8 @@ def resolve_tiers(options: EngineOptions, found: Resolved, device: DeviceFacts) 
         (device.host_free - on_host) * options.tensor_parallel_size,
     )
     return replace(
-        found,
-        cache=replace(found.cache, host_blocks=host_blocks, has_disk=disk > 0),
+        resolved,
+        cache=replace(resolved.cache, host_blocks=host_blocks, has_disk=disk > 0),
         memory=replace(memory, host_blocks=host_blocks, disk=disk),
     )
 
@@ -486,14 +486,16 @@ def settle_speculation(
         )
     )
     keeps_kv = options.kv_cache and options.kv_allocation == "paged" and not options.kv_canary
-    works = (
+    is_compatible = (
         keeps_kv
         and options.kv_eviction == "none"
         and options.tensor_parallel_size == 1
         and not options.logits_processors
         and options.batching == "continuous"
     )
-    return AUTO_HEAD if kind == "cpu" and has_head and uses_default_kernels and works else None
+    return (
+        AUTO_HEAD if kind == "cpu" and has_head and uses_default_kernels and is_compatible else None
+    )
 
 
 def with_drafter(loaded: ModelOnDevice, options: EngineOptions) -> ModelOnDevice:
@@ -665,14 +667,14 @@ def build_drafter(loaded: ModelOnDevice, resolved: Resolved, kv: KVStore) -> Dra
     drafter = loaded.drafter
     if drafter is None:
         return None
-    own_kv = KVStore(drafter.config, resolved.cache, drafter.kv_dtype, loaded.device)
+    drafter_kv = KVStore(drafter.config, resolved.cache, drafter.kv_dtype, loaded.device)
     if isinstance(drafter, DraftHead):
-        return HeadDrafter(drafter, own_kv, resolved.schedule.max_num_seqs)
-    return DraftModel(drafter, own_kv)
+        return HeadDrafter(drafter, drafter_kv, resolved.schedule.max_num_seqs)
+    return DraftModel(drafter, drafter_kv)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The opposite of octavo.ops.kv.dtype_name."""
+    """Return the dtype with this name. octavo.ops.kv.dtype_name does the opposite."""
     dtype = CODES[name] if name in CODES else getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -746,7 +748,7 @@ def visible_gpus(device: torch.device, size: int) -> list[str]:
 
 
 def share_device(facts: list[DeviceFacts]) -> DeviceFacts:
-    """Return what each rank can count on. The ranks share host memory; each GPU has one rank."""
+    """Return the memory of each rank. The ranks share host memory; each GPU has one rank."""
     size = len(facts)
     free = min(rank.free for rank in facts)
     total = min(rank.total for rank in facts)
@@ -778,16 +780,16 @@ class TierFacts:
 
 def agree_on_tiers(ranks: Ranks, runner: Runner) -> None:
     """Wait until all ranks have built their runners, and keep the records that all of them have."""
-    own = TierFacts.of(runner)
+    rank_0 = TierFacts.of(runner)
     others = ranks.receive(TierFacts)
-    if any(other.host_blocks != own.host_blocks for other in others):
+    if any(other.host_blocks != rank_0.host_blocks for other in others):
         raise NotEnoughMemory(
             "not every rank has memory for the host tier of the KV cache: lower swap_space "
             "(--kv-host-gib)"
         )
     if runner.tier_store is not None and runner.tier_store.disk is not None:
         known_hashes = [other.known_hashes for other in others]
-        runner.tier_store.disk.known_hashes = own.known_hashes.intersection(*known_hashes)
+        runner.tier_store.disk.known_hashes = rank_0.known_hashes.intersection(*known_hashes)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class CompileJob(NamedTuple):
 class Compiled(NamedTuple):
     """The kernels that were compiled."""
 
-    what: str
+    kernels: str  # in words
     seconds: float
     was_cached: bool  # whether there was nothing to compile
     directory: Path
@@ -72,7 +72,7 @@ def compile_gpu(
     num_processes: int,
     on_progress: Callable[[int, int], None] = lambda finished, total: None,
 ) -> Compiled:
-    """Compile the GPU kernels of a model in so many processes.
+    """Compile the GPU kernels of a model in `num_processes` processes.
 
     `on_progress` is called with the number of finished processes and of all of them.
     """

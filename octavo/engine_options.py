@@ -8,7 +8,8 @@
                             (octavo/assemble.py)
 
 Names are vLLM's where vLLM has the option. An EngineOptions is always valid: a value that is out of
-range, or has no effect beside the others, raises InvalidRequest. Must not import torch or typer.
+range, or has no effect beside the others, raises InvalidRequest. This module must not import torch
+or typer.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ def attention_name(name: str, value: Any) -> str:
         return (
             "auto"  # a backend of vLLM's, such as FLASH_ATTN: the choice among them has no effect
         )
-    known = ("auto", *ATTENTION_NAMES, *extension_names(ATTENTION_BACKENDS))
-    if not isinstance(value, str) or (value not in known and not is_path(value)):
+    names = ("auto", *ATTENTION_NAMES, *extension_names(ATTENTION_BACKENDS))
+    if not isinstance(value, str) or (value not in names and not is_path(value)):
         raise InvalidRequest(
-            f"{name} must be one of {', '.join(known)}, or package.module:Class, got {value!r:.60}",
+            f"{name} must be one of {', '.join(names)}, or package.module:Class, got {value!r:.60}",
             name,
         )
     return value
@@ -98,7 +99,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
 def weight_format(name: str, value: Any) -> str:
-    """The loader checks the name (octavo/model/load.py)."""
+    """Return the name of a weight format. The loader checks it (octavo/model/load.py)."""
     return "auto" if value is None else value
 
 
@@ -113,17 +114,17 @@ def load_format(name: str, value: Any) -> str:
 
 def compute_dtype(name: str, value: Any) -> str:
     """Return the name of a data type. The types of PyTorch are accepted too."""
-    found = str(value).removeprefix("torch.")
-    found = DTYPE_ALIASES.get(found, found)
-    if found not in ("auto", *DTYPE_BYTES):
+    dtype = str(value).removeprefix("torch.")
+    dtype = DTYPE_ALIASES.get(dtype, dtype)
+    if dtype not in ("auto", *DTYPE_BYTES):
         raise InvalidRequest(
             f"{name} must be one of auto, half, {', '.join(DTYPE_BYTES)}, got {value!r:.60}", name
         )
-    return found
+    return dtype
 
 
 def context_length(name: str, value: Any) -> int | None:
-    """-1 means as much as fits, as in vLLM."""
+    """Check max_model_len. The value -1 means as much as fits, as in vLLM."""
     return None if value == -1 else check_integer(name, value, 2)
 
 
@@ -145,20 +146,20 @@ def profiler_settings(name: str, value: Any) -> ProfilerConfig:
         return value
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name} must be a dictionary, got {value!r:.60}", name)
-    known = {field.name for field in fields(ProfilerConfig)}
-    return ProfilerConfig(**{field: value[field] for field in known & value.keys()})
+    names = {field.name for field in fields(ProfilerConfig)}
+    return ProfilerConfig(**{name: value[name] for name in names & value.keys()})
 
 
 def pooler_settings(name: str, value: Any) -> PoolerConfig:
     """Return the settings of a dictionary or of an object with the same fields. vLLM's other fields
     have no effect."""
-    given = (
+    settings = (
         value if isinstance(value, dict) else getattr(value, "__dict__", {"pooling_type": value})
     )
-    pooling = given.get("pooling_type") or given.get("seq_pooling_type") or "LAST"
-    activation = given.get("use_activation")
+    pooling = settings.get("pooling_type") or settings.get("seq_pooling_type") or "LAST"
+    activation = settings.get("use_activation")
     if activation is None:
-        activation = given.get("normalize", True)
+        activation = settings.get("normalize", True)
     if str(pooling).upper() not in ("LAST", "MEAN") or activation not in (True, False):
         raise InvalidRequest(
             f'{name} must be a dictionary such as {{"pooling_type": "MEAN", "use_activation": '
@@ -694,7 +695,7 @@ class EngineOptions:
             "kv_eviction": self.kv_eviction != "none",
             "tensor_parallel_size": self.tensor_parallel_size > 1,
         }
-        for name in (name for name, given in conflicts.items() if given):
+        for name in (name for name, is_given in conflicts.items() if is_given):
             raise InvalidRequest(
                 f"logits_processors do not work with {name}: leave out one of them",
                 "logits_processors",
@@ -725,7 +726,7 @@ class EngineOptions:
         }
         off = "kv_cache=False" if not self.kv_cache else f"kv_allocation {self.kv_allocation}"
         if not self.kv_cache or self.kv_allocation != "paged":
-            for name in (name for name, given in needs_paged_kv.items() if given):
+            for name in (name for name, is_given in needs_paged_kv.items() if is_given):
                 raise InvalidRequest(
                     f"{name} does not work with {off}: leave out one of them", name
                 )
@@ -887,13 +888,13 @@ def from_keywords(keywords: dict[str, Any]) -> EngineOptions:
     with values that turn on an option of Octavo's, or that have no effect here. None stands for the
     default."""
     declared = option_declarations(EngineOptions)
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     turned_on: dict[str, bool] = {}
     unused: list[str] = []
     unknown: list[str] = []
     for name, value in keywords.items():
         if name in declared:
-            given[name] = value
+            options[name] = value
         elif vllm_options.turns_on(name, value):
             turned_on[vllm_options.OTHER_NAMES[name].option] = True
         elif name in vllm_options.DEFAULTS:
@@ -907,5 +908,5 @@ def from_keywords(keywords: dict[str, Any]) -> EngineOptions:
         )
     if unused:
         log.debug("options without effect here: %s", ", ".join(sorted(unused)))
-    given |= turned_on
-    return EngineOptions(**{name: value for name, value in given.items() if value is not None})
+    options |= turned_on
+    return EngineOptions(**{name: value for name, value in options.items() if value is not None})

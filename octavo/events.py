@@ -1,7 +1,7 @@
-"""Typed events of the engine. Counters for metrics, the event stream of the live
-page and of recordings, the trace recorder, hang detection and benchmarks listen to them; the engine
-knows none of these. Parts of the core that measure step times (StepShaper, TierIndex, Speculation)
-listen too.
+"""Typed events of the engine. Counters for metrics, the event stream of the live page and of
+recordings, the trace recorder, hang detection and benchmarks listen to them; the engine does not
+depend on any of these. Parts of the core that measure step times (StepShaper, TierIndex,
+Speculation) listen too.
 
 A part of the engine checks first whether an event has listeners, so that an event without any is
 not built:

@@ -33,14 +33,14 @@ def read_generation_config(source: str) -> dict[str, Any] | None:
 def default_sampling(config: dict[str, Any]) -> dict[str, Any]:
     """Return the sampling parameters of requests that leave them out."""
     try:
-        found = recommended_sampling(config)
+        sampling = recommended_sampling(config)
     except InvalidRequest as error:
         raise InvalidRequest(
             f"generation_config.json recommends a value that cannot be used: {error}. Use "
             "generation_config=vllm (--generation-config vllm), which leaves the file out",
             "generation_config",
         ) from None
-    if found:
-        shown = ", ".join(f"{name} {value:g}" for name, value in found.items())
+    if sampling:
+        shown = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         log.info("sampling defaults from generation_config.json: %s", shown)
-    return found
+    return sampling

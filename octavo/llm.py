@@ -323,8 +323,8 @@ class LLM:
                     "give prompts: text, token ids, or a list of either", "prompts"
                 )
             prompts = prompt_token_ids
-        read = [self.reader.read(prompt) for prompt in as_list(prompts)]
-        return self._run(read, sampling_params, use_tqdm, priority)
+        read_prompts = [self.reader.read(prompt) for prompt in as_list(prompts)]
+        return self._run(read_prompts, sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -343,9 +343,12 @@ class LLM:
         for name in ("mm_processor_kwargs", "tokenization_kwargs"):
             refuse_unused(**{name: template.pop(name, None)})
         template["chat_template"] = chat_template
-        several: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
-        read = [self.reader.read_chat(each, **template) for each in several]
-        return self._run(read, sampling_params, use_tqdm)
+        is_list = bool(messages) and isinstance(messages[0], list)
+        conversations: list[Any] = messages if is_list else [messages]
+        read_prompts = [
+            self.reader.read_chat(conversation, **template) for conversation in conversations
+        ]
+        return self._run(read_prompts, sampling_params, use_tqdm)
 
     def beam_search(
         self,
@@ -358,13 +361,13 @@ class LLM:
         """Return the most likely texts after each prompt. `concurrency_limit` has no effect: the
         scheduler decides how many prompts run at once."""
         refuse_adapters(lora_request)
-        read = [self.reader.read(prompt) for prompt in as_list(prompts)]
-        found = self._run(read, params.sampling(), use_tqdm)
+        read_prompts = [self.reader.read(prompt) for prompt in as_list(prompts)]
+        outputs = self._run(read_prompts, params.sampling(), use_tqdm)
         return [
             BeamSearchOutput(
                 [self._beam(output, beam, params) for beam in output.outputs], output.error
             )
-            for output in found
+            for output in outputs
         ]
 
     def _beam(
@@ -451,7 +454,7 @@ class LLM:
                 "data_1",
             )
         refuse_adapters(lora_request)
-        found = self._pool([*left, *right], self.pooler.pooling, pooling_params, use_tqdm)
+        embeddings = self._pool([*left, *right], self.pooler.pooling, pooling_params, use_tqdm)
         return [
             ScoringRequestOutput(
                 second.request_id,
@@ -460,7 +463,9 @@ class LLM:
                 outputs=ScoringOutput(cosine(first_vector, second_vector)),
             )
             for (first, first_vector), (second, second_vector) in zip(
-                found[: len(left)] * (len(right) // len(left)), found[len(left) :], strict=True
+                embeddings[: len(left)] * (len(right) // len(left)),
+                embeddings[len(left) :],
+                strict=True,
             )
         ]
 
@@ -473,16 +478,16 @@ class LLM:
     ) -> list[tuple[RequestOutput, Vector]]:
         """Compute every prompt, and return its embedding or, with pooling "all", its states."""
         read = [self.reader.read(prompt) for prompt in as_list(prompts)]
-        given = PoolingParams() if pooling_params is None else pooling_params
-        params = given if isinstance(given, list) else [given] * len(read)
+        shared_params = PoolingParams() if pooling_params is None else pooling_params
+        params = shared_params if isinstance(shared_params, list) else [shared_params] * len(read)
         if len(params) != len(read):
             raise InvalidRequest(
                 f"{len(params)} pooling_params for {len(read)} prompts: give one for all, or one "
                 "each",
                 "pooling_params",
             )
-        for one in params:
-            one.check_size(self.config.hidden_size)
+        for pooling_param in params:
+            pooling_param.check_size(self.config.hidden_size)
         arrival = time.monotonic()
         requests = [self._request(prompt, pooling_sampling(), arrival) for prompt in read]
         for request in requests:
@@ -490,8 +495,8 @@ class LLM:
             request.offline = len(requests) > 1
         outputs = self._complete(requests, [prompt.text for prompt in read], use_tqdm)
         return [
-            (output, pooled_vector(output, pooling, self.pooler, one))
-            for output, one in zip(outputs, params, strict=True)
+            (output, pooled_vector(output, pooling, self.pooler, pooling_param))
+            for output, pooling_param in zip(outputs, params, strict=True)
         ]
 
     # ---- streaming -------------------------------------------------------------------------------
@@ -620,43 +625,47 @@ class LLM:
         try:
             for request, text in zip(requests, texts, strict=True):
                 self.loop.add(request, text)
-            done = self._finish({request.id for request in requests}, use_tqdm)
+            outputs = self._finish({request.id for request in requests}, use_tqdm)
         finally:
             # A request that was refused, or an interrupt, must not leave the others behind.
             for request in requests:
                 if request.id in self.loop.collectors:
                     self.abort(request.id)
-        failed = [output for output in done.values() if output.error]
+        failed = [output for output in outputs.values() if output.error]
         if failed:
             log.error(
-                "%d of %d requests ended with an error: %s", len(failed), len(done), failed[0].error
+                "%d of %d requests ended with an error: %s",
+                len(failed),
+                len(outputs),
+                failed[0].error,
             )
-        return [done[request.id] for request in requests]
+        return [outputs[request.id] for request in requests]
 
     def _finish(self, request_ids: set[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         """Step until these requests have ended."""
-        done: dict[str, RequestOutput] = {}
+        outputs: dict[str, RequestOutput] = {}
         with ProgressBar(len(request_ids), use_tqdm) as bar, no_garbage_collection():
-            while len(done) < len(request_ids):
+            while len(outputs) < len(request_ids):
                 for output in self.step():
                     if output.request_id in request_ids:
-                        done[output.request_id] = output
+                        outputs[output.request_id] = output
                         bar.update(output)
-        return done
+        return outputs
 
     def _params_of_each(
-        self, given: SamplingParams | list[SamplingParams] | None, count: int
+        self, sampling_params: SamplingParams | list[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
         """Return the checked parameters of each of `count` prompts."""
-        params = self.get_default_sampling_params() if given is None else given
-        each = list(params) if isinstance(params, (list, tuple)) else [params] * count
-        if len(each) != count:
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params_list = list(params) if isinstance(params, (list, tuple)) else [params] * count
+        if len(params_list) != count:
             raise InvalidRequest(
-                f"{len(each)} sampling_params for {count} prompts: give one for all, or one each"
+                f"{len(params_list)} sampling_params for {count} prompts: give one for all, or one "
+                "each"
             )
-        for distinct in {id(one): one for one in each}.values():
+        for distinct in {id(each): each for each in params_list}.values():
             self._check(distinct)
-        return each
+        return params_list
 
     def _check(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):

@@ -60,19 +60,19 @@ class MemoryPlan:
         return self.num_blocks * self.block_size
 
     def concurrency(self, length: int) -> int:
-        """Number of sequences of this length that fit at once, in whole blocks.
+        """Return how many sequences of this length fit at once, in whole blocks.
 
         The KV of the last token is never computed."""
         return self.num_blocks // max(1, -(-(length - 1) // self.block_size))
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of parameters and buffers. Also works for a model on the meta device."""
+    """Return the bytes of parameters and buffers. The model may be on the meta device."""
     return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
 
 
 def parameter_count(model: CausalLM) -> int:
-    """Number of parameters according to the config, independent of how the weights are stored."""
+    """Return the number of parameters of the config, however the weights are stored."""
     return sum(
         p.numel()
         for p in build(model.config, type(model), model.ops, model.dtype, "meta").parameters()
@@ -80,7 +80,7 @@ def parameter_count(model: CausalLM) -> int:
 
 
 def step_tokens(kind: str, parameters: int, max_num_seqs: int) -> int:
-    """Default token budget of a step.
+    """Return the default token budget of a step.
 
     On a GPU a step takes at most about 0.2 s at 600 TFLOP/s: larger steps are not faster and delay
     all sequences that decode."""
@@ -91,18 +91,18 @@ def step_tokens(kind: str, parameters: int, max_num_seqs: int) -> int:
 
 
 def default_piggyback_tokens(kind: str, parameters: int, weights: int) -> int:
-    """ScheduleConfig.piggyback_tokens where the user gives none.
+    """Return the default of ScheduleConfig.piggyback_tokens.
 
-    It is on for GPUs and 16-bit weights of models so large that matrix products dominate a step. A
-    smaller model loses more by the second attention kernel than its products gain, and products of
-    quantised weights gain nothing."""
+    Piggybacking is on for GPUs and 16-bit weights of models so large that matrix products dominate
+    a step. A smaller model loses more by the second attention kernel than its products gain, and
+    products of quantised weights gain nothing."""
     gains = kind == "cuda" and parameters >= PIGGYBACK_PARAMETERS and weights >= 2 * parameters
     return PIGGYBACK_TOKENS if gains else 0
 
 
 def activation_bytes(model: ModelConfig, schedule: ScheduleConfig, dtype: str) -> int:
-    """Upper bound on the peak of one step: the tensors of the widest layer for every token of the
-    budget, and float32 logits with the copies that sampling makes."""
+    """Return an upper bound on the peak of one step: the tensors of the widest layer for every
+    token of the budget, and float32 logits with the copies that sampling makes."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     widest = 3 * model.hidden_size + max(2 * heads, 3 * model.intermediate_size)
     logits = 4 * schedule.max_num_seqs * model.vocab_size * 4
@@ -110,13 +110,13 @@ def activation_bytes(model: ModelConfig, schedule: ScheduleConfig, dtype: str) -
 
 
 def graph_bytes(model: ModelConfig, rows: int, dtype: str) -> int:
-    """Bytes that CUDA graphs hold after capture: rows of logits
+    """Return the bytes that CUDA graphs hold after capture: rows of logits
     (octavo.runner.graph_shapes.held_logits)."""
     return rows * model.vocab_size * DTYPE_BYTES[dtype]
 
 
 def available_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of the device. On a CPU the limit of a container counts."""
+    """Return the free and the total bytes of a device. On a CPU the limit of a container counts."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -130,18 +130,20 @@ def available_memory(device: torch.device) -> tuple[int, int]:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            cap, now = (int(Path("/sys/fs/cgroup", name).read_text()) for name in (limit, used))
+            limit_bytes, used_bytes = (
+                int(Path("/sys/fs/cgroup", name).read_text()) for name in (limit, used)
+            )
         except (OSError, ValueError):
             continue
-        if cap < total:
+        if limit_bytes < total:
             stat = Path("/sys/fs/cgroup", used).with_name("memory.stat")
-            free = min(free, cap - now + _reclaimable(stat))
-            total = cap
+            free = min(free, limit_bytes - used_bytes + _reclaimable(stat))
+            total = limit_bytes
     return free, total
 
 
 def _reclaimable(stat: Path) -> int:
-    """Bytes of cached files that count as used in a container and can be reclaimed."""
+    """Return the bytes of cached files that count as used in a container and can be reclaimed."""
     try:
         fields = dict(line.split() for line in stat.read_text().splitlines())
         return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
@@ -150,8 +152,8 @@ def _reclaimable(stat: Path) -> int:
 
 
 def kv_share(kind: str, free: int, total: int, utilization: float, activations: int) -> int:
-    """Bytes for the KV cache of a "cuda" or "cpu" device. `free` is what is left after the weights
-    are loaded."""
+    """Return the bytes for the KV cache of a "cuda" or "cpu" device. `free` is the memory after the
+    weights are loaded."""
     if kind == "cuda":
         return int(total * utilization) - (total - free) - activations
     return int((free - activations) * CPU_KV_SHARE)
@@ -169,7 +171,7 @@ def size_pool(
     """Return the KV cache and the context length. `budget` is the memory for KV in bytes, and
     `kv_per_token` includes the KV of a drafter.
 
-    A given max_model_len must fit. The default is the model's own length, or what fits."""
+    A given max_model_len must fit. The default is the model's own length, or what max_blocks."""
     if max_model_len is not None and max_model_len > model.max_position:
         raise InvalidRequest(
             f"max_model_len {max_model_len} (--max-model-len) is longer than the model's context "
@@ -177,26 +179,26 @@ def size_pool(
             "max_model_len",
         )
     per_block = block_size * kv_per_token
-    fits = num_blocks if num_blocks is not None else max(budget, 0) // per_block
-    if fits < 1:
+    max_blocks = num_blocks if num_blocks is not None else max(budget, 0) // per_block
+    if max_blocks < 1:
         raise NotEnoughMemory(
             f"no memory is left for KV: one block of {block_size} tokens takes "
             f"{per_block / 2**20:.1f} MiB and the budget is {budget / 2**20:.1f} MiB. Use a "
             "smaller model or dtype, or raise gpu_memory_utilization"
         )
-    longest = fits * block_size
+    longest = max_blocks * block_size
     if max_model_len is None:
         max_model_len = min(model.max_position, longest + 1)  # the last token is never computed
     elif max_model_len > longest + 1 and num_blocks is None:
         raise NotEnoughMemory(
             f"max_model_len {max_model_len} needs {-(-max_model_len // block_size)} KV blocks, but "
-            f"memory holds {fits}: max_model_len={longest} would work, or raise "
+            f"memory holds {max_blocks}: max_model_len={longest} would work, or raise "
             "gpu_memory_utilization or use a smaller dtype or kv_cache_dtype"
         )
     # More blocks than all batch slots need at full length help only the prefix cache.
     if num_blocks is None:
-        fits = min(fits, 2 * max_num_seqs * -(-max_model_len // block_size))
-    return CacheConfig(block_size, fits), max_model_len
+        max_blocks = min(max_blocks, 2 * max_num_seqs * -(-max_model_len // block_size))
+    return CacheConfig(block_size, max_blocks), max_model_len
 
 
 def size_tiers(

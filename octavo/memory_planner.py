@@ -263,7 +263,7 @@ class Planner:
         return alone
 
     def refusal(self, options: EngineOptions) -> str:
-        """Say what the model needs, what there is, and which options would fit."""
+        """Return a message: what the model needs, what there is, and which options would fit."""
         needs = self.requirements(options)
         kv = "one KV block"
         if options.num_gpu_blocks_override is not None:
@@ -276,14 +276,14 @@ class Planner:
             f"{gibibytes(needs.weights)}, activations {gibibytes(needs.activations)}, and {kv}), "
             f"and {gibibytes(self.target.free)} are free"
         )
-        ways = [
+        suggestions = [
             f"{', '.join(f'{name}={value!r}' for name, value in change.items())} "
             f"({flags_of(change)})"
             for change in self.changes_to_fit(options)
         ]
-        if not ways:
+        if not suggestions:
             return f"{problem}. No option makes it fit: use a smaller model, or free memory"
-        return f"{problem}. It would fit with {', or with '.join(ways)}"
+        return f"{problem}. It would fit with {', or with '.join(suggestions)}"
 
     def single_changes(self, options: EngineOptions) -> Iterator[dict[str, Any]]:
         config = self.outline.config
@@ -367,8 +367,8 @@ def check_memory(options: EngineOptions) -> Callable[[CausalLM, Checkpoint], Non
 
 
 def fits_as_planned(planned: CausalLM, options: EngineOptions, target: TargetDevice) -> bool:
-    """Return whether an outline fits. False may also mean that more has to be known: of a drafter,
-    of other ranks, or that the KV of a fused decoder is smaller."""
+    """Return whether an outline fits. False may also mean that more has to be known: about a
+    drafter, about other ranks, or that the KV of a fused decoder is smaller."""
     speculative = options.speculative_config
     if speculative is not None and speculative.method in ("head", "draft_model"):
         return False

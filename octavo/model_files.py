@@ -1,6 +1,7 @@
 """Finds the files of a local model, and says what is missing.
 
-Imports nothing large, so that a command can refuse a wrong name before it imports PyTorch.
+This module imports nothing large, so that a command can refuse a wrong name before it imports
+PyTorch.
 """
 
 from __future__ import annotations

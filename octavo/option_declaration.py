@@ -87,8 +87,8 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 def option_declarations(group: type) -> dict[str, Option]:
     """Return the declarations of the fields that have one."""
     hints = get_type_hints(group, include_extras=True)
-    found = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
-    return {name: declared for name, declared in found.items() if isinstance(declared, Option)}
+    metadata = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    return {name: option for name, option in metadata.items() if isinstance(option, Option)}
 
 
 def flag_of(group: type, name: str) -> str:

@@ -31,7 +31,7 @@ def check_real(name: str, value: Any, low: float, high: float, open_low: bool = 
     """Return the value as a Python number. Raise if it is not a finite number within [low, high],
     or (low, high] with `open_low`. NumPy and PyTorch scalars are numbers too."""
     number = _python_number(value)
-    # no NaN and no infinity passes the comparison
+    # NaN and infinity do not pass the comparison.
     if number is None or not low <= number <= high or (open_low and number == low):
         bracket = "(" if open_low else "["
         raise InvalidRequest(
@@ -47,9 +47,9 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> i
     `high`."""
     number = _python_number(value)
     if not isinstance(number, int) or number < low or (high is not None and number > high):
-        most = "" if high is None else f" and at most {high}"
+        upper_bound = "" if high is None else f" and at most {high}"
         raise InvalidRequest(
-            f"{name} must be an integer of at least {low}{most}, got {value!r:.100}",
+            f"{name} must be an integer of at least {low}{upper_bound}, got {value!r:.100}",
             name,
             "param_out_of_range",
         )
@@ -57,7 +57,7 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> i
 
 
 def _python_number(value: Any) -> int | float | None:
-    """The number as a Python int or float, or None if the value is no number."""
+    """Return the number as a Python int or float, or None if the value is no number."""
     if type(value) is int or type(value) is float:  # the common case first
         return value
     if getattr(value, "ndim", None) == 0:  # a NumPy or PyTorch scalar
@@ -81,7 +81,7 @@ def check_logit_bias(given: Any) -> dict[int, float]:
         raise InvalidRequest(
             f"logit_bias must map token ids to numbers, got {given!r:.100}", "logit_bias"
         )
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     wrong = [key for key in given if _bias_token(key) < 0]
     if wrong:
         shown = ", ".join(f"{key!r:.100}" for key in wrong[:8]) + (", ..." if wrong[8:] else "")
@@ -92,13 +92,13 @@ def check_logit_bias(given: Any) -> dict[int, float]:
         )
     for key, value in given.items():
         token = _bias_token(key)
-        if token in found:
+        if token in biases:
             raise InvalidRequest(
                 f"logit_bias has two keys for token {token}, one of them {key!r:.100}: give one",
                 "logit_bias",
             )
-        found[token] = check_real("logit_bias", value, -MAX_BIAS, MAX_BIAS)
-    return found
+        biases[token] = check_real("logit_bias", value, -MAX_BIAS, MAX_BIAS)
+    return biases
 
 
 def _bias_token(key: Any) -> int:
@@ -119,16 +119,16 @@ def accepts_vllm_fields(advice: dict[str, str]) -> Callable[[type[Params]], type
     no effect with any value."""
 
     def wrap(group: type[Params]) -> type[Params]:
-        own_init = group.__init__
+        original_init = group.__init__
 
-        @functools.wraps(own_init)
+        @functools.wraps(original_init)
         def init(self: Any, *args: Any, **fields: Any) -> None:
             for name in fields.keys() & advice.keys():
                 if fields.pop(name) and advice[name]:
                     raise InvalidRequest(
                         f"{name} is not supported: {advice[name]}", name, "unsupported_parameter"
                     )
-            own_init(self, *args, **fields)
+            original_init(self, *args, **fields)
 
         group.__init__ = init  # type: ignore[method-assign]
         return group
@@ -174,11 +174,11 @@ class StructuredOutputs:
                 "structured_outputs",
             )
         self.json_object = self.json_object or None
-        given = [kind for kind in KINDS if getattr(self, kind) is not None]
-        if len(given) != 1:
+        kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(kinds) != 1:
             raise InvalidRequest(
                 f"structured_outputs takes exactly one of {', '.join(KINDS)}, "
-                f"got {' and '.join(given) or 'none'}",
+                f"got {' and '.join(kinds) or 'none'}",
                 "structured_outputs",
             )
         if isinstance(self.json, dict):
@@ -233,7 +233,7 @@ class StructuredOutputs:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Equal for specs that ask for the same: everything that is compiled, as text."""
+        """Return everything that is compiled, as text. Equal specs have equal keys."""
         value = getattr(self, self.kind)
         text = json.dumps(value) if self.kind == "choice" else str(value)
         opened = "open" if self.disable_additional_properties is False else "closed"
@@ -260,8 +260,8 @@ class RepetitionDetectionParams:
         check_integer(f"{name}.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_SIZE)
         if not self.enabled:
             return
-        most = self.max_pattern_size
-        check_integer(f"{name}.min_pattern_size", self.min_pattern_size, 0, most)
+        max_size = self.max_pattern_size
+        check_integer(f"{name}.min_pattern_size", self.min_pattern_size, 0, max_size)
         check_integer(f"{name}.min_count", self.min_count, 2, MAX_PATTERN_COUNT)
 
     @property
@@ -548,7 +548,7 @@ class SamplingParams:
             "repetition_detection": self.repetition is not None,
             "stop": bool(self.stop),
         }
-        for name in (name for name, given in changed.items() if given):
+        for name in (name for name, is_changed in changed.items() if is_changed):
             hint = ": use stop_token_ids" if name == "stop" else ": leave it out"
             raise InvalidRequest(
                 f"{name} is not supported with beam search{hint}", name, "unsupported_parameter"
@@ -624,15 +624,15 @@ RECOMMENDED = {
 
 
 def recommended_sampling(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """The values that a generation_config.json recommends, by SamplingParams' names. Raises
+    """Return the values that a generation_config.json recommends, by SamplingParams' names. Raises
     InvalidRequest if one of them is out of range."""
-    found = {
+    sampling = {
         name: generation_config[field]
         for field, name in RECOMMENDED.items()
         if generation_config.get(field) is not None
     }
-    SamplingParams(**found)
-    return found
+    SamplingParams(**sampling)
+    return sampling
 
 
 @dataclass(slots=True)

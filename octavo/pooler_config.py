@@ -9,7 +9,7 @@ from octavo.config import PoolerConfig
 from octavo.errors import ModelError
 from octavo.model.checkpoint import read_json
 
-# Sentence-transformers' names of the ways that Octavo has.
+# The poolings that Octavo has, by their names in sentence-transformers.
 SENTENCE_MODES = {"pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN"}
 
 

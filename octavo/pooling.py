@@ -3,7 +3,8 @@
     hidden states of the prompt  ->  the last one, or their mean  ->  fewer dimensions  ->  length 1
     (octavo/core, octavo/runner)     (Request.pooling)                (PoolingParams)
 
-LLM.embed and the routes of the server call the same functions. Must not import torch.
+LLM.embed and the routes of the server call the same functions. This module must not
+import torch.
 """
 
 from __future__ import annotations

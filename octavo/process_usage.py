@@ -1,6 +1,6 @@
 """Reads the resource usage of a process from /proc: CPU time, memory, faults and switches.
 
-Works for any process of the same user, on any thread, without a library.
+It works for any process of the same user, on any thread, without a library.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def anonymous_bytes() -> int:
 
 def child_pids(pid: int) -> list[int]:
     """Return the processes that a process has started and that still run."""
-    found = []
+    pids = []
     try:
         for path in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (path / "children").read_text().split()]
+            pids += [int(child) for child in (path / "children").read_text().split()]
     except OSError:
         return []
-    return sorted(found)
+    return sorted(pids)
 
 
 def command_line(pid: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Prompts in every form that LLM accepts, as token ids."""
+"""Reads prompts in every form that LLM accepts, and returns their token ids."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class PromptReader:
         return ReadPrompt(None, token_ids(prompt))
 
     def _read_dictionary(self, prompt: dict[str, Any]) -> ReadPrompt:
-        given = {name: value for name, value in prompt.items() if value is not None}
-        if unknown := sorted(given.keys() - PROMPT_KEYS):
+        fields = {name: value for name, value in prompt.items() if value is not None}
+        if unknown := sorted(fields.keys() - PROMPT_KEYS):
             raise InvalidRequest(
                 f"a prompt cannot have {', '.join(unknown)}: this engine would ignore it", "prompt"
             )
-        if not given.keys() & {"prompt", "prompt_token_ids"}:
+        if not fields.keys() & {"prompt", "prompt_token_ids"}:
             raise InvalidRequest(
                 'a prompt dictionary needs "prompt" or "prompt_token_ids"', "prompt"
             )
-        salt = str(given.get("cache_salt", ""))
-        text = given.get("prompt")
-        if "prompt_token_ids" in given:
-            return ReadPrompt(text, token_ids(given["prompt_token_ids"]), salt)
-        parse_special = given.get("parse_special", self.parse_special)
-        return ReadPrompt(text, self._encode(given["prompt"], parse_special), salt)
+        salt = str(fields.get("cache_salt", ""))
+        text = fields.get("prompt")
+        if "prompt_token_ids" in fields:
+            return ReadPrompt(text, token_ids(fields["prompt_token_ids"]), salt)
+        parse_special = fields.get("parse_special", self.parse_special)
+        return ReadPrompt(text, self._encode(fields["prompt"], parse_special), salt)
 
     def read_chat(
         self,
@@ -102,9 +102,11 @@ def as_list(prompts: Any) -> list[Prompt]:
         raise InvalidRequest(
             f"give prompts: text, token ids, or a list of either, got {prompts!r:.100}", "prompts"
         )
-    many = list(prompts)
-    several = not many or isinstance(many[0], (str, dict, list, tuple)) or dimensions(many[0]) == 1
-    return many if several else [many]
+    items = list(prompts)
+    is_list = (
+        not items or isinstance(items[0], (str, dict, list, tuple)) or dimensions(items[0]) == 1
+    )
+    return items if is_list else [items]
 
 
 def token_ids(prompt: Any) -> list[int]:

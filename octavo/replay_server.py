@@ -60,17 +60,19 @@ class ReplayHandler(BaseHTTPRequestHandler):
     server: ReplayServer
 
     def do_GET(self) -> None:
-        found = self.server.files.get(self.path.partition("?")[0])
-        if self._is_foreign() or found is None:
+        file = self.server.files.get(self.path.partition("?")[0])
+        if self._is_foreign() or file is None:
             return self._reply(404, b"not found\n", "text/plain")
-        self._reply(200, *found)
+        self._reply(200, *file)
 
     def do_POST(self) -> None:
         answer = self.server.answers.get(self.path)
         length = int(self.headers.get("Content-Length") or 0)
         origin = self.headers.get("Origin")
-        is_own = origin is None or origin.rstrip("/") == f"http://{self.headers.get('Host')}"
-        if self._is_foreign() or answer is None or not is_own or length > MAX_BODY:
+        is_same_origin = (
+            origin is None or origin.rstrip("/") == f"http://{self.headers.get('Host')}"
+        )
+        if self._is_foreign() or answer is None or not is_same_origin or length > MAX_BODY:
             return self._reply(404, b"not found\n", "text/plain")
         self._reply(200, answer(self.rfile.read(length)), "application/json")
 

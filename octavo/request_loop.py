@@ -108,9 +108,9 @@ class RequestLoop:
             "the engine was interrupted while its state may have been half-written: a new engine "
             "with an empty prefix cache replaces it"
         )
-        before = self.engine.scheduler
+        old_scheduler = self.engine.scheduler
         self.engine = self.new_engine()
-        self.engine.scheduler.arrivals = before.arrivals
+        self.engine.scheduler.arrivals = old_scheduler.arrivals
         for request_id, collector in self.collectors.items():
             pieces = collector.pieces or []
             ended = {piece.index for piece in pieces if piece.finish_reason is not None}

@@ -56,17 +56,19 @@ def warm_up(engine: Engine, kind: str, part: int = 0, num_parts: int = 1) -> Non
 def measure_costs(engine: Engine, speculation: Speculation, kind: str) -> None:
     """Measure decode steps of several sizes and a pass of the device's drafter, because the best
     number of drafts depends on them."""
-    most = engine.scheduler.schedule.max_num_seqs
+    max_sequences = engine.scheduler.schedule.max_num_seqs
     costs = speculation.costs
     with speculation.fixed(0):
-        sizes = [num_rows for num_rows in ROWS[kind] if num_rows <= most]
+        sizes = [num_rows for num_rows in ROWS[kind] if num_rows <= max_sequences]
         for num_rows, seconds in shortest_steps(engine, sizes, num_tokens=1, kind=kind).items():
             costs.record(num_rows, seconds)
     if speculation.drafts_on_device:
         num_drafts = min(MEASURED_DRAFTS[kind], speculation.max_drafts)
         num_tokens = 1 + num_drafts
         with speculation.fixed(num_drafts):
-            sizes = [num_sequences for num_sequences in DRAFTED[kind] if num_sequences <= most]
+            sizes = [
+                num_sequences for num_sequences in DRAFTED[kind] if num_sequences <= max_sequences
+            ]
             steps = shortest_steps(engine, sizes, num_tokens=num_tokens, kind=kind)
         for num_sequences, seconds in steps.items():
             costs.record(num_tokens * num_sequences, seconds, Passes(num_drafts, num_sequences))
@@ -89,8 +91,8 @@ def shortest_steps(
 
 
 def decode_seconds(engine: Engine, num_sequences: int, num_tokens: int, num_steps: int) -> float:
-    """Return the shortest time of `num_steps` steps that decode so many sequences, and give up to
-    `num_tokens` tokens of each. It is 0 if there was no such step."""
+    """Return the shortest time of `num_steps` steps that decode `num_sequences` sequences, with up
+    to `num_tokens` tokens of each per step. It is 0 if there was no such step."""
     scheduler = engine.scheduler
     max_tokens = (num_steps + 2) * num_tokens
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False)

@@ -40,11 +40,10 @@ def compile_kernels(
                 model, options, count, lambda done, total: progress.update(task, completed=done)
             )
     if compilation.was_cached:
-        print(f"{compilation.what} were compiled before: {compilation.directory}")
+        print(f"{compilation.kernels} were compiled before: {compilation.directory}")
     else:
-        print(
-            f"compiled {compilation.what} in {compilation.seconds:.1f} s: {compilation.directory}"
-        )
+        compiled = f"compiled {compilation.kernels} in {compilation.seconds:.1f} s"
+        print(f"{compiled}: {compilation.directory}")
 
 
 def default_processes(model: str | None, options: EngineOptions) -> int:
