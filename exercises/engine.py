@@ -14,7 +14,7 @@ BLOCK_SIZE = 4
 
 def new_engine(num_blocks: int = 40, slots: int = 4, budget: int = 16, **options: Any) -> Engine:
     """Return an engine whose blocks have four positions. `options` are those of ScheduleConfig."""
-    return make_engine(num_blocks, BLOCK_SIZE, rows=slots, budget=budget, depth=1, **options)
+    return make_engine(num_blocks, BLOCK_SIZE, slots=slots, budget=budget, depth=1, **options)
 
 
 def add(engine: Engine, name: str, prompt: int | list[int], reply: int, **fields: Any) -> None:

@@ -1,11 +1,11 @@
-"""A runner without tensors. Its 'attention' reads every earlier position through the block table,
-as a real one would, so any mistake in blocks, copies, rows or order changes the tokens. Its results
+"""A runner without tensors. Its attention reads every earlier position through the block table, as
+a real one would, so any mistake in blocks, copies, slots or order changes the tokens. Its results
 are computed at launch and read later.
 
-Host slots hold nothing from the launch of a store until its step is waited for. The disk takes as
-many steps as its dice say, and may fail, lose a record, spoil it or never answer: then the fetch is
-reported late. A step may fail before it does anything, or after all of it; one that is too large
-for the memory does nothing."""
+A host block is empty from the launch of a store until the step of the store is waited for. A
+transfer of the disk takes a random number of steps, and may fail, lose its record or corrupt it. A
+fetch that is never answered is reported as late. A step may fail before it does anything or after
+everything. A step that is too large for the memory does nothing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from octavo.types import DiskEvent, Fetch, Plan, Save, SlotFill, StepResult, Tok
 from tests import oracle
 
 Entries = list[tuple[int, int] | None]
-PATIENCE = 12  # steps
+FETCH_DEADLINE = 12  # steps
 
 
 class Planted(Exception):
-    """A step fails because the test wants it to."""
+    """A failure that the test has planted."""
 
 
 @dataclass
@@ -41,19 +41,19 @@ class Handle:
 
 @dataclass
 class FakeDisk:
-    """Outlives the runner. Faults are parts of what is asked."""
+    """The records outlive the runner. Each kind of fault is a share of the transfers."""
 
     records: dict[bytes, tuple[list[int], Entries]] = field(default_factory=dict)
     slowest: int = 6  # steps
     missing: float = 0.0
     never: float = 0.0
     unwritable: float = 0.0
-    spoilt: float = 0.0  # of what comes
-    lists: float = 0.1  # part of the steps after which it tells what it has
+    corrupt: float = 0.0  # share of the fetched blocks
+    lists: float = 0.1  # share of the steps after which it lists its records
 
 
 @dataclass
-class Row:
+class Slot:
     tokens: list[int]
     computed: int
     table: list[int]
@@ -73,19 +73,19 @@ class FakeRunner:
     ):
         self.kv: list[Entries] = [[None] * block_size for _ in range(num_blocks + 1)]
         self.size = block_size
-        self.rows: dict[int, Row] = {}
+        self.slots: dict[int, Slot] = {}
         self.sampled: list[list[list[int]]] = []  # by step
         self.empty: Entries = [None] * block_size
         self.host: list[Entries] = [self.empty for _ in range(host_blocks)]
-        self.spoilt: set[int] = set()  # slots
-        # who came into the slot last: late work for others is not done
-        self.owner = [0] * host_blocks
+        self.corrupt: set[int] = set()  # host blocks
+        # how often each host block got a new content: transfers for older contents do nothing
+        self.generations = [0] * host_blocks
         self.disk, self.dice = disk, random.Random(seed)
         self.ticks = 0
-        self.failing, self.failures = 0.0, 0  # part of the steps, but for at most this many
+        self.failing, self.failures = 0.0, 0  # share of steps that fail, and at most how many
         self.memory = 10**9  # tokens of the largest step
-        self.saves: list[tuple[int, Save, int]] = []  # due, what, owner
-        # due, what, owner, whether it ever comes
+        self.saves: list[tuple[int, Save, int]] = []  # due, save, generation
+        # due, fetch, generation, whether it is ever answered
         self.fetches: list[tuple[int, Fetch, int, bool]] = []
 
     def launch(self, plan: Plan) -> Handle:
@@ -96,7 +96,10 @@ class FakeRunner:
         self.failures -= fails
         if fails and self.dice.random() < 0.5:
             raise Planted("launch")
-        stored = [(slot, self._own(slot), list(self.kv[block])) for block, slot in plan.stores]
+        stored = [
+            (host_block, self._reuse(host_block), list(self.kv[block]))
+            for block, host_block in plan.stores
+        ]
         self._apply(plan)
         tokens: list[list[int]] = []
         logprobs: list[list[TokenLogprobs]] = []
@@ -105,55 +108,55 @@ class FakeRunner:
         pooled: dict[int, array[float]] = {}
         seen: set[int] = set()
         for i, item in enumerate(plan.items):
-            assert item.slot not in seen, "a row twice in one plan"
+            assert item.slot not in seen, "a slot twice in one plan"
             seen.add(item.slot)
-            row = self.rows[item.slot]
-            start = row.computed
+            slot = self.slots[item.slot]
+            start = slot.computed
             assert item.start in (None, start), f"host says {item.start}, device says {start}"
             assert start + item.num_tokens <= item.max_kv_len, "the host's bound is too low"
-            drafts = list(plan.drafts.get(i) or self._guess(row, item.num_drafts))
+            drafts = list(plan.drafts.get(i) or self._draft(slot, item.num_drafts))
             assert len(drafts) == item.num_drafts, "fewer drafts than the plan verifies"
-            known = row.tokens + drafts
+            known = slot.tokens + drafts
             # A real runner writes the host's drafts where the host believes the text ends.
             assert i not in plan.drafts or item.max_kv_len == len(known), "drafts elsewhere"
             for p in range(start, start + item.num_tokens):
-                self.kv[row.table[p // self.size]][p % self.size] = (known[p], p)
-            row.computed = start + item.num_tokens - item.num_drafts
-            new, found = [], []
+                self.kv[slot.table[p // self.size]][p % self.size] = (known[p], p)
+            slot.computed = start + item.num_tokens - item.num_drafts
+            new, new_logprobs = [], []
             if item.sample:
-                assert row.computed == len(row.tokens), "sampled before the last known token"
+                assert slot.computed == len(slot.tokens), "sampled before the last known token"
                 masks = plan.token_masks.get(i) or [None] * (item.num_drafts + 1)
                 assert len(masks) == item.num_drafts + 1, "a mask for each sampled position"
                 for draft, mask in zip([*drafts, None], masks, strict=True):
                     entries = [
-                        self.kv[row.table[p // self.size]][p % self.size]
-                        for p in range(row.computed)
+                        self.kv[slot.table[p // self.size]][p % self.size]
+                        for p in range(slot.computed)
                     ]
-                    if row.logprobs is None:
+                    if slot.logprobs is None:
                         new.append(
-                            oracle.model(entries, row.seed, mask, row.offset + row.computed)  # type: ignore[arg-type]
+                            oracle.model(entries, slot.seed, mask, slot.offset + slot.computed)  # type: ignore[arg-type]
                         )
                     else:
-                        found.append(ranked(oracle.logprobs(entries), row.logprobs))  # type: ignore[arg-type]
-                        new.append(found[-1].token)
+                        new_logprobs.append(ranked(oracle.logprobs(entries), slot.logprobs))  # type: ignore[arg-type]
+                        new.append(new_logprobs[-1].token)
                     if new[-1] != draft:
                         break
-                    row.computed += 1
-                row.tokens += new
+                    slot.computed += 1
+                slot.tokens += new
                 if item.wants_attention_mass:
                     mass[i] = oracle.attention(entries, self.size)  # type: ignore[arg-type]
             tokens.append(new)
-            logprobs.append(found)
+            logprobs.append(new_logprobs)
             if item.pooling is not None:
-                pooled[i] = self._pool(row, start, item.pooling)
-            if item.prompt_logprobs is not None:  # a number that tells the position and the token
-                after = [*row.tokens[start + 1 : start + item.num_tokens + 1], -1][
+                pooled[i] = self._pool(slot, start, item.pooling)
+            if item.prompt_logprobs is not None:  # a number made of the position and the token
+                after = [*slot.tokens[start + 1 : start + item.num_tokens + 1], -1][
                     : item.num_tokens
                 ]
                 prompt_logprobs[i] = [
                     TokenLogprobs(t, -float(start + k), 1, []) for k, t in enumerate(after)
                 ]
-        self._ask_disk(plan)
+        self._start_transfers(plan)
         self.sampled.append(tokens)
         result = StepResult(
             tokens,
@@ -161,7 +164,9 @@ class FakeRunner:
             prompt_logprobs,
             attention_mass=mass,
             pooled=pooled,
-            corrupt_host_blocks={slot for slot, _ in plan.loads if slot in self.spoilt},
+            corrupt_host_blocks={
+                host_block for host_block, _ in plan.loads if host_block in self.corrupt
+            },
         )
         if self.host:
             result.compute_seconds, result.load_seconds = (
@@ -172,88 +177,107 @@ class FakeRunner:
         def finish(result: StepResult) -> None:
             if fails:
                 raise Planted("wait")
-            for slot, owner, entries in stored:
-                if self.owner[slot] == owner:
-                    self.host[slot] = entries
-            result.disk_events = self._disk_news()
+            for host_block, generation, entries in stored:
+                if self.generations[host_block] == generation:
+                    self.host[host_block] = entries
+            result.disk_events = self._disk_events()
 
         return Handle(result, finish)
 
-    def _pool(self, row: Row, start: int, pooling: str) -> array[float]:
-        """The hidden states of the positions from `start` on, as the block table has them."""
-        entries = [self.kv[row.table[p // self.size]][p % self.size] for p in range(row.computed)]
-        states = [oracle.state(entries[: p + 1]) for p in range(start, row.computed)]  # type: ignore[arg-type]
+    def _pool(self, slot: Slot, start: int, pooling: str) -> array[float]:
+        """Return the hidden states of the positions from `start` on, read through the block table."""
+        entries = [self.kv[slot.table[p // self.size]][p % self.size] for p in range(slot.computed)]
+        states = [oracle.state(entries[: p + 1]) for p in range(start, slot.computed)]  # type: ignore[arg-type]
         if pooling == "mean":
             states = [sum(states)]
         return array("f", states if pooling != "last" else states[-1:])
 
-    def _guess(self, row: Row, count: int) -> list[int]:
-        """The tokens that will be sampled, some of them wrong."""
-        text = list(row.tokens)
+    def _draft(self, slot: Slot, count: int) -> list[int]:
+        """Return the tokens that will be sampled, some of them wrong."""
+        text = list(slot.tokens)
         for _ in range(count):
             entries = [(token, p) for p, token in enumerate(text)]
-            right = oracle.model(entries, row.seed, None, row.offset + len(text))
-            dice = random.Random(f"{row.seed} {len(text)}")  # every rank drafts the same
+            right = oracle.model(entries, slot.seed, None, slot.offset + len(text))
+            dice = random.Random(f"{slot.seed} {len(text)}")  # every rank drafts the same
             text.append(right if dice.random() < 0.7 else dice.randrange(oracle.VOCAB))
-        return text[len(row.tokens) :]
+        return text[len(slot.tokens) :]
 
     # ---- tiers -----------------------------------------------------------------------------------
 
-    def _own(self, slot: int) -> int:
-        self.host[slot] = self.empty
-        self.spoilt.discard(slot)
-        self.owner[slot] += 1
-        return self.owner[slot]
+    def _reuse(self, host_block: int) -> int:
+        """Empty a host block, and return the generation of its next content."""
+        self.host[host_block] = self.empty
+        self.corrupt.discard(host_block)
+        self.generations[host_block] += 1
+        return self.generations[host_block]
 
-    def _ask_disk(self, plan: Plan) -> None:
+    def _start_transfers(self, plan: Plan) -> None:
         assert self.disk is not None or not (plan.saves or plan.fetches), "there is no disk"
         for fetch in plan.fetches:
-            owner = self._own(fetch.host_block)
-            comes = self.dice.random() >= self.disk.never  # type: ignore[union-attr]
+            generation = self._reuse(fetch.host_block)
+            answers = self.dice.random() >= self.disk.never  # type: ignore[union-attr]
             self.fetches.append(
-                (self._due() if comes else self.ticks + PATIENCE, fetch, owner, comes)
+                (
+                    self._due() if answers else self.ticks + FETCH_DEADLINE,
+                    fetch,
+                    generation,
+                    answers,
+                )
             )
-        self.saves += [(self._due(), save, self.owner[save.host_block]) for save in plan.saves]
+        self.saves += [
+            (self._due(), save, self.generations[save.host_block]) for save in plan.saves
+        ]
 
     def _due(self) -> int:
         return self.ticks + self.dice.randrange(1, 1 + self.disk.slowest)  # type: ignore[union-attr]
 
-    def _disk_news(self) -> list[DiskEvent]:
+    def _disk_events(self) -> list[DiskEvent]:
         self.ticks += 1
-        news = []
+        events = []
         if self.disk is not None and self.dice.random() < self.disk.lists:
-            news.append(DiskEvent("listed", listed_hashes=frozenset(self.disk.records)))
+            events.append(DiskEvent("listed", listed_hashes=frozenset(self.disk.records)))
         for job in [s for s in self.saves if s[0] <= self.ticks]:
-            _, save, owner = job
-            if self.owner[save.host_block] == owner and self.host[save.host_block] is self.empty:
+            _, save, generation = job
+            if (
+                self.generations[save.host_block] == generation
+                and self.host[save.host_block] is self.empty
+            ):
                 continue  # its store is still in flight
             self.saves.remove(job)
-            if self.owner[save.host_block] != owner or self.dice.random() < self.disk.unwritable:  # type: ignore[union-attr]
-                news.append(DiskEvent("unsaved", save.hash, reason="fault"))
+            if (
+                self.generations[save.host_block] != generation
+                or self.dice.random() < self.disk.unwritable  # type: ignore[union-attr]
+            ):
+                events.append(DiskEvent("unsaved", save.hash, reason="fault"))
             else:
                 self.disk.records[save.hash] = list(save.tokens), list(self.host[save.host_block])  # type: ignore[union-attr]
-                news.append(DiskEvent("saved", save.hash))
+                events.append(DiskEvent("saved", save.hash))
         for job in [f for f in self.fetches if f[0] <= self.ticks]:
             self.fetches.remove(job)
-            _, fetch, owner, comes = job
+            _, fetch, generation, answers = job
             tokens, entries = self.disk.records.get(fetch.hash, ([], []))  # type: ignore[union-attr]
-            if not comes or tokens != list(fetch.tokens) or self.dice.random() < self.disk.missing:  # type: ignore[union-attr]
-                why = "late" if not comes else "fault"
-                news.append(
-                    DiskEvent("missed", fetch.hash, fetch.fetch_id, why, 3.0 if not comes else 0.0)
+            if (
+                not answers
+                or tokens != list(fetch.tokens)
+                or self.dice.random() < self.disk.missing  # type: ignore[union-attr]
+            ):
+                reason = "late" if not answers else "fault"
+                events.append(
+                    DiskEvent(
+                        "missed", fetch.hash, fetch.fetch_id, reason, 3.0 if not answers else 0.0
+                    )
                 )
             else:
-                if (
-                    self.owner[fetch.host_block] == owner
-                ):  # not so if the step that asked for it failed
+                # The generation is newer if the step of the fetch failed.
+                if self.generations[fetch.host_block] == generation:
                     self.host[fetch.host_block] = list(entries)
-                    if self.dice.random() < self.disk.spoilt:  # type: ignore[union-attr]
+                    if self.dice.random() < self.disk.corrupt:  # type: ignore[union-attr]
                         self.host[fetch.host_block] = [(7, 7)] * self.size
-                        self.spoilt.add(fetch.host_block)
-                news.append(
+                        self.corrupt.add(fetch.host_block)
+                events.append(
                     DiskEvent("fetched", fetch.hash, fetch.fetch_id, seconds=self.dice.random() / 4)
                 )
-        return news
+        return events
 
     # ---- the device ------------------------------------------------------------------------------
 
@@ -263,23 +287,21 @@ class FakeRunner:
         for (_, b), entries in zip(plan.copies, sources, strict=True):
             self.kv[b] = entries
         assert len({b for _, b in plan.loads}) == len(plan.loads), "two loads to one block"
-        for slot, b in plan.loads:
-            self.kv[b] = list(self.host[slot])
+        for host_block, b in plan.loads:
+            self.kv[b] = list(self.host[host_block])
         assert len({b for b, _ in plan.shifts}) == len(plan.shifts), "a block moves twice"
         for b, by in plan.shifts:
             self.kv[b] = [None if e is None else (e[0], e[1] - by) for e in self.kv[b]]
-        assert len({r.slot for r in plan.slot_fills}) == len(plan.slot_fills), (
-            "a row given out twice"
-        )
+        assert len({r.slot for r in plan.slot_fills}) == len(plan.slot_fills), "a slot filled twice"
         for r in plan.slot_fills:
-            self.rows[r.slot] = self._row(r)
-        for row, j, block in plan.table_updates:
-            table = self.rows[row].table
-            assert j <= len(table), "a hole in a table"
-            table[j : j + 1] = [block]
+            self.slots[r.slot] = self._slot_of(r)
+        for slot, index, block in plan.table_updates:
+            table = self.slots[slot].table
+            assert index <= len(table), "a hole in a table"
+            table[index : index + 1] = [block]
 
-    def _row(self, r: SlotFill) -> Row:
-        return Row(
+    def _slot_of(self, r: SlotFill) -> Slot:
+        return Slot(
             list(r.tokens),
             r.computed,
             list(r.block_table),
@@ -328,6 +350,6 @@ class FakeRanks:
 
 
 def ranked(logprobs: list[float], count: int) -> TokenLogprobs:
-    """The likeliest token, which a greedy row takes, and so many of the likeliest."""
-    top = sorted(enumerate(logprobs), key=lambda at: -at[1])
+    """Return the likeliest token, which a greedy sequence gets, and the `count` likeliest tokens."""
+    top = sorted(enumerate(logprobs), key=lambda entry: -entry[1])
     return TokenLogprobs(top[0][0], top[0][1], 1, top[:count])

@@ -1,8 +1,8 @@
-"""The naive engine: one request at a time, no cache, no batch, no blocks. What the real one must
-equal, token for token.
+"""A naive engine: one request at a time, no cache, no batch, no blocks. The tokens of the real
+engine must equal its tokens.
 
 Its model is a hash of everything before the position, so that one wrong, missing or stale KV entry
-changes the output. Its beam search goes by the letter of transformers': every beam with every token
+changes the output. Its beam search is that of transformers, literally: every beam with every token
 of the vocabulary.
 """
 
@@ -23,18 +23,18 @@ EOS = 0
 def model(
     entries: Iterable[tuple[int, int]], seed: int, mask: bytes | None = None, at: int | None = None
 ) -> int:
-    """The next token after the entries (token, position): what logits, seed and sampler are to a
-    real model. `at`: its place in the text, which is what its noise goes by; None: behind the last
-    entry."""
-    found = list(entries)
-    key = (found, seed) if at in (None, len(found)) else (found, seed, at)
+    """Return the next token after the entries (token, position), in place of logits, seed and
+    sampler of a real model. `at` is its position in the text, which determines the sampling noise.
+    None means the position behind the last entry."""
+    context = list(entries)
+    key = (context, seed) if at in (None, len(context)) else (context, seed, at)
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     allowed = [t for t in range(VOCAB) if mask is None or mask[t // 8] >> t % 8 & 1]
     return allowed[int.from_bytes(digest, "little") % len(allowed)]
 
 
 def attention(entries: list[tuple[int, int]], size: int) -> list[float]:
-    """How much of it each block gets: some like each other's tokens, some do not."""
+    """Return a made-up attention mass of each block, a hash of its tokens and the last token."""
     last = entries[-1][0]
     return [
         sum(hash((t, last)) % 97 for t, _ in entries[i : i + size]) / 97
@@ -43,7 +43,7 @@ def attention(entries: list[tuple[int, int]], size: int) -> list[float]:
 
 
 def logprobs(entries: Iterable[tuple[int, int]]) -> list[float]:
-    """Of every token after the entries."""
+    """Return the logprob of every token after the entries."""
     g = random.Random(repr(list(entries)))
     weights = [g.random() ** 4 for _ in range(VOCAB)]
     weights[EOS] += g.choice([0.0, 0.0, 2.0])
@@ -54,7 +54,7 @@ def logprobs(entries: Iterable[tuple[int, int]]) -> list[float]:
 def beam_search(
     prompt: list[int], params: SamplingParams, max_model_len: int = 10**9
 ) -> list[tuple[float, list[int]]]:
-    """The n best: (score, tokens)."""
+    """Return the n best beams: (score, tokens)."""
     width, penalty = params.best_of or params.n, params.length_penalty
     stop = set(params.stop_token_ids or []) | (set() if params.ignore_eos else {EOS})
     longest = min(params.max_tokens or max_model_len, max_model_len - len(prompt))
@@ -62,20 +62,20 @@ def beam_search(
     ended: list[tuple[float, list[int]]] = []
     for length in range(1, longest + 1):
         grown = []
-        for score, said in running:
-            found = logprobs((t, p) for p, t in enumerate(prompt + said))
+        for score, tokens in running:
+            next_logprobs = logprobs((t, p) for p, t in enumerate(prompt + tokens))
             for token in range(VOCAB):
                 if token not in stop or length > params.min_tokens:
-                    grown.append((score + found[token], [*said, token]))
+                    grown.append((score + next_logprobs[token], [*tokens, token]))
         grown = sorted(grown, reverse=True)[: (1 + max(len(stop), 1)) * width]
-        over = [said[-1] in stop or length == longest for _, said in grown]
+        over = [tokens[-1] in stop or length == longest for _, tokens in grown]
         ended += [
-            (score / length**penalty, said)
-            for (score, said), end in zip(grown[:width], over, strict=False)
+            (score / length**penalty, tokens)
+            for (score, tokens), end in zip(grown[:width], over, strict=False)
             if end
         ]
         ended = sorted(ended, reverse=True)[:width]
-        running = [one for one, end in zip(grown, over, strict=True) if not end][:width]
+        running = [beam for beam, end in zip(grown, over, strict=True) if not end][:width]
         if length == longest or (len(ended) == width and params.early_stopping is True):
             break
         ideal = longest if params.early_stopping == "never" and penalty > 0 else length
@@ -93,16 +93,16 @@ def generate(
     guide: Guide | None = None,
     keep: tuple[int, int, int] | None = None,
 ) -> list[int]:
-    """The index-th completion of a request. `keep`: sinks and budget of a cache, and how many
-    tokens leave it when it is full."""
+    """Return the index-th completion of a request. `keep` is the sinks and the budget of a bounded
+    cache, and how many tokens are dropped when it is full."""
     tokens, seed = list(prompt), child_seed(seed, index)
     guide = guide.copy() if guide else None
     stop = set(params.stop_token_ids or []) | (set() if params.ignore_eos and not guide else {EOS})
-    kept = list(prompt)  # the cache: a token's position is its place here
-    most = min(len(prompt) + (params.max_tokens or max_model_len), max_model_len)
+    kept = list(prompt)  # the cache: a token's position is its index in it
+    max_length = min(len(prompt) + (params.max_tokens or max_model_len), max_model_len)
     if keep is not None:
-        most = len(prompt) + (params.max_tokens or max_model_len - len(prompt))
-    while len(tokens) < most:
+        max_length = len(prompt) + (params.max_tokens or max_model_len - len(prompt))
+    while len(tokens) < max_length:
         if keep is not None and len(kept) > keep[1]:
             del kept[keep[0] : keep[0] + keep[2]]
         tokens.append(
@@ -122,15 +122,15 @@ def generate(
 
 
 def state(entries: Iterable[tuple[int, int]]) -> float:
-    """The hidden state of the last entry: a number that depends on every entry."""
-    found = 0
+    """Return the hidden state of the last entry: a number that depends on every entry."""
+    value = 0
     for token, position in entries:
-        found = (31 * found + 7 * token + position + 1) % 1009
-    return float(found)
+        value = (31 * value + 7 * token + position + 1) % 1009
+    return float(value)
 
 
 def pooled(prompt: list[int], pooling: str) -> list[float]:
-    """What a request for hidden states of its prompt gets."""
+    """Return the output of a request for hidden states of its prompt."""
     entries = [(token, position) for position, token in enumerate(prompt)]
     states = [state(entries[: length + 1]) for length in range(len(entries))]
     if pooling == "mean":

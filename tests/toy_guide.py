@@ -1,6 +1,6 @@
-"""A guide without a grammar: what may come next is a hash of everything accepted so far. So a token
-that was accepted twice, too early, in another order or in somebody else's copy changes all masks
-after it."""
+"""A guide without a grammar: the allowed tokens are a hash of all tokens accepted so far. So a token
+that was accepted twice, too early, in another order or in the copy of another sequence changes all
+masks after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import oracle
 
 
 def pack(allowed: list[int], vocab_size: int = oracle.VOCAB) -> bytes:
-    """As Guide.mask packs it."""
+    """Return a mask as Guide.mask packs it."""
     mask = bytearray(-(-vocab_size // 32) * 4)
     for token in allowed:
         mask[token // 8] |= 1 << token % 8

@@ -25,7 +25,7 @@ BATCHING = ["continuous"] * 6 + ["adaptive", "window", "static", "none"]
 
 @dataclass
 class Trial:
-    """What one workload did: for tests that look at counts."""
+    """Counts of what one workload did."""
 
     sequences: int = 0
     guided: int = 0
@@ -35,7 +35,7 @@ class Trial:
     copies: int = 0
     cached: int = 0
     recomputed: int = 0
-    aside: int = 0  # steps that running sequences sat out, for somebody more urgent
+    paused: int = 0  # steps for which running sequences were paused for more urgent ones
     host_tokens: int = 0
     disk_tokens: int = 0
     misses: int = 0
@@ -48,7 +48,7 @@ class Trial:
 def make_engine(
     num_blocks: int,
     block_size: int,
-    rows: int,
+    slots: int,
     budget: int,
     depth: int,
     caching: bool = True,
@@ -63,26 +63,27 @@ def make_engine(
     contiguous: bool = False,
     **options: Any,
 ) -> Engine:
-    """`options`: ScheduleConfig's. `keep`: blocks of sinks and of a whole cache. `rank_disks`: the
-    disks of further ranks of tensor parallelism. Time stands still but for the clock's owner."""
+    """Return an engine with the oracle's runner. `options` are ScheduleConfig's; `keep` is how many
+    blocks of sinks and how many blocks in all a bounded cache keeps; `rank_disks` are the disks of
+    further ranks of tensor parallelism. Only whoever has the clock lets time pass."""
     cache = CacheConfig(block_size, num_blocks, caching, host, disk is not None, block_bytes=2**20)
     cache = replace(cache, keeps_kv=keeps_kv, contiguous=contiguous)
     if keep is not None:
         cache = replace(
             cache, kv_eviction="sinks", kv_sinks=keep[0], kv_budget=keep[1] * block_size
         )
-    schedule, clock = ScheduleConfig(rows, budget, max_len, depth, **options), clock or Clock()
+    schedule, clock = ScheduleConfig(slots, budget, max_len, depth, **options), clock or Clock()
     scheduler = Scheduler(cache, schedule, oracle.VOCAB, (oracle.EOS,), clock=clock)
     if scheduler.tiers is not None and disk is not None:
-        records = [each.records for each in rank_disks or [] if each is not None]
+        records = [rank_disk.records for rank_disk in rank_disks or [] if rank_disk is not None]
         scheduler.tiers.on_disk = set(disk.records).intersection(*records)
     runner: Any = FakeRunner(num_blocks, block_size, host, disk, seed)
     if rank_disks:
         from octavo.runner.ranks import RankedRunner  # imports torch, which few tests need
 
         others = [
-            FakeRunner(num_blocks, block_size, host, own, seed + 1000 * rank)
-            for rank, own in enumerate(rank_disks, 1)
+            FakeRunner(num_blocks, block_size, host, rank_disk, seed + 1000 * rank)
+            for rank, rank_disk in enumerate(rank_disks, 1)
         ]
         runner = RankedRunner(runner, FakeRanks(others, depth), disk is not None)  # type: ignore[arg-type]
     return Engine(scheduler, runner, clock.sleep)
@@ -126,7 +127,7 @@ def random_speculation(seed: int) -> SpeculativeConfig:
 
 
 def random_switches(seed: int) -> dict[str, Any]:
-    """Which mechanisms are off: options of make_engine."""
+    """Return options of make_engine that switch mechanisms off at random."""
     g = random.Random(f"switches {seed}")
     return dict(
         keeps_kv=g.random() < 0.5, contiguous=g.random() < 0.4, chunked_prefill=g.random() < 0.5
@@ -134,7 +135,7 @@ def random_switches(seed: int) -> dict[str, Any]:
 
 
 def random_tiers(g: random.Random) -> tuple[int, FakeDisk | None]:
-    """How many host slots, and what disk is behind them."""
+    """Return the number of blocks of host memory, and the disk behind them."""
     host = g.choice([0, g.randrange(1, 5), g.randrange(5, 20), 100])
     if not host or g.random() < 0.3:
         return host, None
@@ -176,7 +177,7 @@ def random_request(
 
 
 def random_beams(g: random.Random) -> SamplingParams:
-    """Widths beyond the rows too."""
+    """Return the parameters of a beam search; some are wider than an engine has slots."""
     return SamplingParams(
         n=g.choice([1, 2]),
         best_of=g.choice([2, 3, 5, 8]),
@@ -191,15 +192,18 @@ def random_beams(g: random.Random) -> SamplingParams:
     )
 
 
-def check_beams(r: Request, found: list[Output]) -> None:
+def check_beams(r: Request, outputs: list[Output]) -> None:
     want = oracle.beam_search(r.prompt, r.params, MAX_LEN)
-    assert [out.index for out in found] == list(range(r.params.n)), f"{r.id}: {len(found)} outputs"
-    for out, (score, tokens) in zip(found, want, strict=True):
+    assert [out.index for out in outputs] == list(range(r.params.n)), (
+        f"{r.id}: {len(outputs)} outputs"
+    )
+    for out, (score, tokens) in zip(outputs, want, strict=True):
         assert out.tokens == tokens, f"{out.tokens} instead of {tokens}"
-        assert out.logprobs is not None and [at.token for at in out.logprobs] == tokens
+        assert out.logprobs is not None and [entry.token for entry in out.logprobs] == tokens
         assert (
             abs(
-                sum(at.logprob for at in out.logprobs) / len(tokens) ** r.params.length_penalty
+                sum(entry.logprob for entry in out.logprobs)
+                / len(tokens) ** r.params.length_penalty
                 - score
             )
             < 1e-9
@@ -222,19 +226,20 @@ def trial(
     switches: bool = False,
     pooling: bool = False,
 ) -> Trial:
-    """One random workload; the policy and the batching mode are drawn too, unless they are given.
+    """Run one random workload, compare its outputs with the oracle's and return its counts. The
+    policy and the batching mode are drawn too, unless they are given.
     `guided`: some of the requests follow guides, several of them the same. `beams`: some are beam
     searches. `evict`: caches are bounded, and generation goes on beyond the context. `drafts`:
     decoding is speculative, with drafts of the host or the device, about two thirds of which are
-    right. `ranks`: every plan is executed by so many runners, each with a disk of its own.
+    right. `ranks`: this many runners execute every plan, each with a disk of its own.
     `switches`: the KV cache, paging or chunked prefill may be off. `pooling`: some requests get
     hidden states of their prompt instead of text."""
     g = random.Random(seed)
     size = g.choice([2, 4, 8])
     least = -(-(MAX_LEN - 1) // size)  # one sequence's worth
     blocks = g.choice([least, least + 3, 60, 200])
-    rows = g.choice([2, 4, 16])
-    budget = max(rows, g.choice([2, 7, 16, 64]))
+    slots = g.choice([2, 4, 16])
+    budget = max(slots, g.choice([2, 7, 16, 64]))
     depth, caching = g.choice([1, 2, 3]), g.random() < 0.8
     drawn, clock = (g.choice(POLICIES), g.choice(BATCHING)), Clock()
     policy, batching = policy or drawn[0], batching or drawn[1]
@@ -256,7 +261,7 @@ def trial(
     dice = random.Random(f"tiers {seed}")
     host, disk = random_tiers(dice)
     if ranks > 1 and disk is not None:
-        disk.spoilt = 0.0  # what one rank reads changes what all ranks sample
+        disk.corrupt = 0.0  # a block that one rank reads changes what all ranks sample
     off: dict[str, Any] = {}
     if switches:
         off = random_switches(seed)
@@ -298,7 +303,7 @@ def trial(
         earlier = make_engine(
             blocks,
             size,
-            rows,
+            slots,
             budget,
             depth,
             caching,
@@ -313,7 +318,7 @@ def trial(
         run_dry(earlier)
     tiered = dict(host=host, disk=disk, seed=seed + 1, keep=keep, rank_disks=rank_disks)
     engine = make_engine(
-        blocks, size, rows, budget, depth, caching, clock=clock, **tiered, **modes, **off
+        blocks, size, slots, budget, depth, caching, clock=clock, **tiered, **modes, **off
     )  # type: ignore[arg-type]
     scheduler, runner = engine.scheduler, engine.runner
     first: Any = runner if ranks == 1 else runner.runner  # type: ignore[attr-defined]
@@ -336,7 +341,7 @@ def trial(
         settings=dict(
             size=size,
             blocks=blocks,
-            rows=rows,
+            slots=slots,
             budget=budget,
             depth=depth,
             caching=caching,
@@ -346,7 +351,7 @@ def trial(
     result.settings |= off
     result.settings |= dict(keep=keep, host=host, disk=disk and f"{disk.slowest}/{disk.missing}")
 
-    def take(outputs: list[Output]) -> None:
+    def collect(outputs: list[Output]) -> None:
         for out in outputs:
             key = (out.request_id, out.index)
             assert key not in ended, f"output after the end: {key}"
@@ -372,31 +377,31 @@ def trial(
         # few: aborts would hide hangs
         if len(aborted) < 2 and g.random() < 0.03 and scheduler.sequences_by_request:
             aborted.add(victim := g.choice(list(scheduler.sequences_by_request)))
-            take(engine.abort(victim))
+            collect(engine.abort(victim))
         epochs = {seq.id: seq.epoch for seq in scheduler.running}
         if dice.random() < 0.005:
             scheduler.clear_cache()
-        take(engine.step())
+        collect(engine.step())
         scheduler.check()
         for seq in scheduler.running:
             assert epochs.get(seq.id, seq.epoch) == seq.epoch, (
-                "a victim came straight back, in the plan that it gave way to"
+                "a victim was admitted again by the plan that preempted it"
             )
         if scheduler.shaper.batches.form_batch is not None:
-            begun = {
+            started = {
                 seq.request.id
                 for seq in scheduler.live.values()
                 if seq.slot >= 0 or seq.preemptions or seq.index
             }
-            most = {"none": 1, "window": max(rows, scheduler.schedule.max_batch)}.get(
+            limit = {"none": 1, "window": max(slots, scheduler.schedule.max_batch)}.get(
                 batching, scheduler.schedule.max_batch
             )
-            assert len(begun) <= most, "more batches at once than there may be"
-        owners: dict[int, str] = {}
+            assert len(started) <= limit, "more requests have started than a batch may have"
+        salts: dict[int, str] = {}
         for seq in scheduler.running:
             for block in seq.block_table:
-                assert owners.setdefault(block, seq.request.cache_salt) == seq.request.cache_salt, (
-                    "salts share a block"
+                assert salts.setdefault(block, seq.request.cache_salt) == seq.request.cache_salt, (
+                    "requests with different salts share a block"
                 )
         clock.sleep(g.choice([0.001, 0.01, 0.1]))
         steps += 1
@@ -408,7 +413,7 @@ def trial(
     )
     scheduler.pool.check([])
     assert (
-        len(scheduler.queues.free_slots) == rows
+        len(scheduler.queues.free_slots) == slots
         and not scheduler.live
         and not scheduler.sequences_by_request
     )
@@ -476,7 +481,7 @@ def trial(
         count.copies,
         count.cached_tokens,
     )
-    result.recomputed, result.dropped, result.aside = (
+    result.recomputed, result.dropped, result.paused = (
         count.recomputed_tokens,
         count.dropped_blocks,
         count.paused,
@@ -494,7 +499,7 @@ def trial(
 
 
 def run_dry(engine: Engine) -> None:
-    """Until nobody waits and the disk has answered all it was asked."""
+    """Step until no request waits and the disk has answered every fetch."""
     tiers = engine.scheduler.tiers
     for _ in range(20_000):
         if engine.idle and not (tiers and tiers.fetching):
@@ -504,5 +509,7 @@ def run_dry(engine: Engine) -> None:
         raise AssertionError("no progress")
     if tiers is not None:
         tiers.check()
-        assert not any(tiers.pin_counts), "a slot is still pinned though nothing moves"
+        assert not any(tiers.pin_counts), (
+            "a block of host memory is pinned though nothing is transferred"
+        )
         assert len(tiers.ready) + len(tiers.free_blocks) == tiers.num_host_blocks

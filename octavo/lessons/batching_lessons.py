@@ -129,7 +129,7 @@ CHUNKED_PREFILL = Lesson(
     reveal=_reveal_chunks,
     code=("octavo/core/step_budget.py:PromptBudget", "octavo/core/scheduler.py:Scheduler"),
     test="tests/core/test_scheduler.py::"
-    "test_decoding_comes_first_and_a_long_prompt_takes_what_is_left",
+    "test_decoding_comes_first_and_a_long_prompt_gets_the_remaining_budget",
     page="docs/scheduling.md",
     exercise="exercises/chunked_prefill.py",
 )

@@ -178,7 +178,7 @@ PREEMPTION = Lesson(
         "octavo/core/scheduler.py:Scheduler",
         "octavo/core/policy.py:Policy",
     ),
-    test="tests/core/test_policy.py::test_what_is_computed_again_is_counted",
+    test="tests/core/test_policy.py::test_recomputed_tokens_are_counted",
     page="docs/core.md",
     exercise="exercises/preemption.py",
 )
@@ -224,7 +224,7 @@ SWAP = Lesson(
     answer=1,
     reveal=_reveal_swap,
     code=("octavo/core/tier_index.py:TierIndex", "octavo/core/prefix.py:PrefixCache"),
-    test="tests/core/test_tier_index.py::test_preemption_is_release_and_resuming_is_a_load",
+    test="tests/core/test_tier_index.py::test_a_resumed_sequence_loads_its_blocks",
     page="docs/memory.md",
     exercise="exercises/swap.py",
 )

@@ -139,7 +139,7 @@ PRIORITY = Lesson(
     answer=3,
     reveal=_reveal_priority,
     code=("octavo/core/policy.py:Priority", "octavo/core/urgent_preemption.py:UrgentPreemption"),
-    test="tests/core/test_policy.py::test_a_high_priority_request_takes_a_row",
+    test="tests/core/test_policy.py::test_a_high_priority_request_preempts_for_a_slot",
     page="docs/scheduling.md",
     exercise="exercises/priority.py",
 )

@@ -28,7 +28,7 @@ from tests.workloads import make_engine
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("replay") / "events.jsonl"
-    engine = make_engine(20, 4, rows=3, budget=8, depth=1)
+    engine = make_engine(20, 4, slots=3, budget=8, depth=1)
     EventStream(engine).open(EventRecorder(file))
     for index in range(4):
         params = SamplingParams(max_tokens=5, ignore_eos=True)

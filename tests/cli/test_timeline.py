@@ -93,7 +93,7 @@ class StrictReader:
 
 def record(file: Path, depth: int) -> None:
     """A preemption, blocks in host memory and on disk, a fork, and an idle time."""
-    engine = make_engine(8, 4, rows=3, budget=16, depth=depth, host=20, disk=FakeDisk())
+    engine = make_engine(8, 4, slots=3, budget=16, depth=depth, host=20, disk=FakeDisk())
     engine.scheduler.clock = time.monotonic
     Recorder(file).listen_to(engine.events, engine.scheduler.clock, engine.host_time)
 

@@ -1,5 +1,5 @@
-"""Follows an event stream line by line and checks that each event is possible where it stands: a
-cause comes before its effect."""
+"""Applies an event stream line by line and checks that each event is possible in the state before
+it: a cause comes before its effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from octavo.core.event_stream import FIELDS
 
 
-def named(line: list[Any]) -> dict[str, Any]:
+def fields_of(line: list[Any]) -> dict[str, Any]:
     kind, number, step, time, *values = line
     fields = FIELDS[kind]
     assert len(values) == len(fields), f"{kind} has {len(values)} values for {fields}"
@@ -17,10 +17,10 @@ def named(line: list[Any]) -> dict[str, Any]:
 
 
 class StreamMirror:
-    """The owners and contents of blocks and the states of sequences, from the stream alone."""
+    """The holders and contents of blocks and the states of sequences, from the stream alone."""
 
     def __init__(self, snapshot: list[Any]):
-        start = named(snapshot)
+        start = fields_of(snapshot)
         self.about = start["about"]
         state = start["state"]
         self.number = start["number"]
@@ -46,7 +46,7 @@ class StreamMirror:
         return sum(state == "running" for state in self.states.values())
 
     def apply(self, line: list[Any]) -> None:
-        event = named(line)
+        event = fields_of(line)
         assert event["number"] > self.number, "events are out of order"
         assert event["step"] >= self.step and event["time"] >= self.time, "time runs backwards"
         self.number = event["number"]
@@ -69,7 +69,7 @@ class StreamMirror:
         self.on_arrived(event)
 
     def on_waiting(self, event: dict[str, Any]) -> None:
-        assert self.states[event["seq"]] == "waiting", "a running sequence is left waiting"
+        assert self.states[event["seq"]] == "waiting", "a running sequence is reported as waiting"
         if event["needed"]:
             available = self.about["num_blocks"] - sum(n > 0 for n in self.references.values())
             assert event["needed"] > available, "there were enough blocks"
@@ -116,18 +116,18 @@ class StreamMirror:
 
     # ---- blocks ----------------------------------------------------------------------------------
 
-    def take(self, block: int) -> None:
-        assert self.references[block] == 0, f"block {block} is taken before it is released"
-        assert block not in self.contents, f"block {block} is taken before it is evicted"
+    def allocate(self, block: int) -> None:
+        assert self.references[block] == 0, f"block {block} is allocated before it is released"
+        assert block not in self.contents, f"block {block} is allocated before it is evicted"
         self.references[block] = 1
 
     def on_allocated(self, event: dict[str, Any]) -> None:
         table = self.tables.get(event["seq"])
         for index, block in enumerate(event["blocks"], event["first"]):
-            self.take(block)
+            self.allocate(block)
             if table is not None:
                 table += [0] * (index + 1 - len(table))
-                assert table[index] == 0, "a place of a block table is filled twice"
+                assert table[index] == 0, "an entry of a block table is filled twice"
                 table[index] = block
 
     def on_shared(self, event: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class StreamMirror:
     def on_copied(self, event: dict[str, Any]) -> None:
         table = self.tables[event["seq"]]
         assert self.references[event["source"]] > 1, "an exclusive block is copied"
-        self.take(event["target"])
+        self.allocate(event["target"])
         self.references[event["source"]] -= 1
         table[table.index(event["source"])] = event["target"]
 

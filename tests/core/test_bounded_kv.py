@@ -1,4 +1,4 @@
-"""What leaves a full cache, and what that changes of a sequence."""
+"""Which block is dropped from a full cache, and how that changes the sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sequence(tokens: int, prompt: int = 6) -> Sequence:
     return Sequence(1, request, 0, array("i", range(tokens)), prompt, 100, 0, frozenset())
 
 
-def test_a_block_leaves_tokens_limit_and_prompt() -> None:
+def test_a_dropped_block_changes_tokens_limit_and_prompt() -> None:
     seq = sequence(13)
     bounded_kv.drop_block_tokens(seq, 1, SIZE)  # tokens 4..7, of which 4 and 5 were the prompt's
     assert list(seq.tokens) == [0, 1, 2, 3, 8, 9, 10, 11, 12]
@@ -35,7 +35,7 @@ def test_a_block_leaves_tokens_limit_and_prompt() -> None:
         seq.dropped_prompt_tokens,
         seq.kept_prompt_tokens,
     ) == (96, 4, 2, 4)
-    assert seq.num_generated == 13 - 6, "how many were generated does not change"
+    assert seq.num_generated == 13 - 6, "the number of generated tokens does not change"
     bounded_kv.drop_block_tokens(seq, 1, SIZE)
     assert list(seq.tokens) == [0, 1, 2, 3, 12] and (
         seq.dropped_prompt_tokens,
@@ -43,10 +43,10 @@ def test_a_block_leaves_tokens_limit_and_prompt() -> None:
     ) == (2, 4)
 
 
-def test_of_the_middle_the_least_attended_leaves() -> None:
+def test_the_least_attended_block_of_the_middle_is_dropped() -> None:
     seq = sequence(33)
-    assert bounded_kv.pick_block(seq, CACHE) == 1, "as long as nobody has looked, the oldest"
-    # the first stays, and so do the latest four
+    assert bounded_kv.pick_block(seq, CACHE) == 1, "without attention samples, the oldest block"
+    # the first block stays, and so do the latest four
     seq.attention_mass = [0.0, 0.9, 0.5, 0.2, 0.0, 0.0, 0.0, 0.0]
     assert bounded_kv.pick_block(seq, CACHE) == 3
     assert bounded_kv.pick_block(seq, replace(CACHE, kv_eviction="sinks")) == 1
@@ -62,10 +62,10 @@ def test_fewer_attention_samples_than_dropped_blocks() -> None:
 
 
 def test_prompt_positions_are_not_attention_samples() -> None:
-    """A sequence that is forked computes it as one that decodes, the others as part of their
-    prompt."""
+    """A forked sequence computes the last position of the prompt as a decoding sequence does, and
+    others compute it as part of their prompt."""
     seq = sequence(8, prompt=8)
-    assert [bounded_kv.samples_attention(seq, at, CACHE) for at in (6, 7, 8, 9)] == [
+    assert [bounded_kv.samples_attention(seq, position, CACHE) for position in (6, 7, 8, 9)] == [
         False,
         False,
         True,
@@ -73,35 +73,34 @@ def test_prompt_positions_are_not_attention_samples() -> None:
     ]
 
 
-def test_older_looks_count_for_less() -> None:
+def test_older_attention_samples_count_for_less() -> None:
     seq = sequence(9)
     bounded_kv.add_attention_sample(seq, [1.0])
     bounded_kv.add_attention_sample(seq, [0.5, 0.5])
     assert seq.attention_mass == pytest.approx([0.5 + bounded_kv.MASS_DECAY, 0.5])
 
 
-def heavy(prompt: list[int], count: int, seed: int) -> tuple[list[int], set[int]]:
-    """What is said by who keeps sinks, the latest half and the heaviest between; and which blocks
-    left."""
-    kept, mass, said, left = list(prompt), [0.0] * BLOCKS, list[int](), set[int]()
+def heavy_hitters(prompt: list[int], count: int, seed: int) -> tuple[list[int], set[int]]:
+    """Generate with a cache that keeps the sinks, the latest half and the heaviest blocks between
+    them. Return the generated tokens, and the indices at which blocks were dropped."""
+    kept, mass, generated, dropped = list(prompt), [0.0] * BLOCKS, list[int](), set[int]()
     for n in range(count):
         if len(kept) > CACHE.kv_budget:
             lightest = min(range(SINKS, BLOCKS // 2), key=lambda j: (mass[j], j))
             del kept[lightest * SIZE : (lightest + 1) * SIZE], mass[lightest]
             mass.append(0.0)
-            left.add(lightest)
+            dropped.add(lightest)
         entries = [(t, p) for p, t in enumerate(kept)]
-        if (
-            n > 0 and len(kept) % (SIZE // bounded_kv.SAMPLES_PER_BLOCK) == 0
-        ):  # the first comes with the prompt
-            found = oracle.attention(entries, SIZE)
+        # the first token comes with the prompt, and is no sample
+        if n > 0 and len(kept) % (SIZE // bounded_kv.SAMPLES_PER_BLOCK) == 0:
+            sample = oracle.attention(entries, SIZE)
             mass = [
-                bounded_kv.MASS_DECAY * m + (found[j] if j < len(found) else 0.0)
+                bounded_kv.MASS_DECAY * m + (sample[j] if j < len(sample) else 0.0)
                 for j, m in enumerate(mass)
             ]
-        said.append(oracle.model(entries, seed, at=len(prompt) + n))
-        kept.append(said[-1])
-    return said, left
+        generated.append(oracle.model(entries, seed, at=len(prompt) + n))
+        kept.append(generated[-1])
+    return generated, dropped
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -117,6 +116,6 @@ def test_heavy_hitters_equal_a_naive_loop(depth: int) -> None:
             got[out.request_id] += out.tokens
         scheduler.check()
     for i, (name, prompt) in enumerate(prompts.items()):
-        want, left = heavy(prompt, 150, i)
-        assert got[name] == want and len(left) > 1
+        want, dropped = heavy_hitters(prompt, 150, i)
+        assert got[name] == want and len(dropped) > 1
     assert len(scheduler.pool.free_blocks) == 100

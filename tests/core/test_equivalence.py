@@ -19,7 +19,7 @@ def test_random_workloads_equal_the_oracle(part: int) -> None:
     assert sum(t.sequences for t in total) > 500
     assert sum(t.preemptions for t in total) > 50, "the workloads no longer exercise preemption"
     assert sum(t.copies for t in total) > 30, "the workloads no longer exercise copy on write"
-    assert sum(t.aside for t in total) > 100, "the workloads no longer exercise standing aside"
+    assert sum(t.paused for t in total) > 100, "the workloads no longer pause sequences"
     assert sum(t.cached for t in total) > 1000, "the workloads no longer exercise the prefix cache"
     assert sum(t.host_tokens for t in total) > 100, "the workloads no longer exercise host memory"
     assert sum(t.disk_tokens for t in total) > 10, "the workloads no longer exercise the disk"
@@ -84,9 +84,9 @@ def test_workloads_with_mechanisms_switched_off_equal_the_oracle(part: int) -> N
     ]
     for switch in ("keeps_kv", "contiguous", "chunked_prefill"):
         assert {t.settings[switch] for t in total} == {True, False}
-    forgetful = [t for t in total if not t.settings["keeps_kv"]]
-    assert sum(t.recomputed for t in forgetful) > 500, "the workloads no longer recompute"
-    assert sum(t.cached for t in forgetful) == 0
+    without_kv = [t for t in total if not t.settings["keeps_kv"]]
+    assert sum(t.recomputed for t in without_kv) > 500, "the workloads no longer recompute"
+    assert sum(t.cached for t in without_kv) == 0
 
 
 @pytest.mark.parametrize("part", range(2))
@@ -104,7 +104,7 @@ def test_workloads_with_pooling_equal_the_oracle(part: int) -> None:
 
 
 def test_workloads_on_several_ranks_equal_the_oracle() -> None:
-    """Tensor parallelism: ranks that get the plans alone do what rank 0 does."""
+    """Tensor parallelism: ranks that get nothing but the plans do what rank 0 does."""
     total = [
         trial(
             seed,

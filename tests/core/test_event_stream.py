@@ -1,5 +1,5 @@
-"""The event stream is in causal order, says enough to know the engine's state after each step, and
-costs nothing when nothing reads it."""
+"""The event stream is in causal order, tells the engine's state after each step, and costs nothing
+when nothing reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from octavo.errors import InvalidRequest
 from octavo.events import RequestRefused
 from octavo.params import SamplingParams
 from octavo.types import Request
-from tests.core.stream_mirror import StreamMirror, named
+from tests.core.stream_mirror import StreamMirror, fields_of
 from tests.fake_runner import FakeRunner
 from tests.web.streams import stream_of_trial
 from tests.workloads import make_engine
@@ -53,7 +53,7 @@ def opened(engine: Engine, **options: Any) -> tuple[EventStream, list[Any]]:
 @pytest.mark.parametrize(
     "options", [{}, {"beams": True}, {"evict": True}, {"drafts": True}], ids=str
 )
-def test_every_event_is_possible_where_it_stands_and_leads_to_the_state_of_the_engine(
+def test_every_event_is_possible_in_its_state_and_leads_to_the_state_of_the_engine(
     options: dict[str, bool],
 ) -> None:
     kinds: Counter[str] = Counter()
@@ -75,16 +75,16 @@ def test_every_event_is_possible_where_it_stands_and_leads_to_the_state_of_the_e
                 mirror.apply(line)
             if mirror.number in states:
                 tables, waiting, cached = states.pop(mirror.number)
-                found = {seq for seq, state in mirror.states.items() if state == "waiting"}
-                running = {seq: mirror.tables[seq] for seq in mirror.states.keys() - found}
+                mirrored = {seq for seq, state in mirror.states.items() if state == "waiting"}
+                running = {seq: mirror.tables[seq] for seq in mirror.states.keys() - mirrored}
                 where = f"seed {seed}, event {mirror.number}"
-                assert (found, running, set(mirror.contents)) == (waiting, tables, cached), where
+                assert (mirrored, running, set(mirror.contents)) == (waiting, tables, cached), where
         kinds += mirror.kinds
     assert {"admitted", "finished", "allocated", "released", "published", "evicted"} <= set(kinds)
 
 
 def test_with_one_slot_each_admission_follows_the_end_before_it() -> None:
-    engine = make_engine(30, 4, rows=1, budget=8, depth=1)
+    engine = make_engine(30, 4, slots=1, budget=8, depth=1)
     _, lines = opened(engine)
     for index in range(10):
         add(engine, f"r{index}", first=1 + 3 * index)
@@ -97,7 +97,7 @@ def test_every_kind_is_described_and_every_event_has_one() -> None:
     page = (ROOT / "docs" / "events.md").read_text()
     for kind in FIELDS:
         assert f"| `{kind}` |" in page, f"docs/events.md does not describe the line {kind}"
-    stream = EventStream(make_engine(8, 4, rows=2, budget=8, depth=1))
+    stream = EventStream(make_engine(8, 4, slots=2, budget=8, depth=1))
     from tests.core.test_events import KINDS
 
     assert set(stream.handlers) == set(KINDS)
@@ -107,12 +107,12 @@ def test_every_kind_is_described_and_every_event_has_one() -> None:
 
 
 def test_a_preemption_says_for_whom_and_an_admission_what_it_cost() -> None:
-    engine = make_engine(6, 4, rows=3, budget=16, depth=1)
+    engine = make_engine(6, 4, slots=3, budget=16, depth=1)
     _, lines = opened(engine)
     add(engine, "a", 5, first=1, max_tokens=12)
     add(engine, "b", 10, first=30, max_tokens=12)
     run(engine)
-    events = [named(line) for line in lines]
+    events = [fields_of(line) for line in lines]
     (preempted,) = [event for event in events if event["kind"] == "preempted"]
     names = {event["seq"]: event["request"] for event in events if event["kind"] == "arrived"}
     assert names[preempted["seq"]] == "b" and names[preempted["beneficiary"]] == "a"
@@ -125,7 +125,7 @@ def test_a_preemption_says_for_whom_and_an_admission_what_it_cost() -> None:
 
 
 def test_a_reason_holds_until_a_plan_does_not_come_to_the_request() -> None:
-    engine = make_engine(30, 4, rows=1, budget=8, depth=1, policy="priority")
+    engine = make_engine(30, 4, slots=1, budget=8, depth=1, policy="priority")
     stream, lines = opened(engine)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     engine.add(Request("runs", list(range(1, 11)), params, priority=-1))
@@ -136,19 +136,23 @@ def test_a_reason_holds_until_a_plan_does_not_come_to_the_request() -> None:
     for _ in range(4):
         engine.step()
     stream.flush()
-    events = [named(line) for line in lines]
+    events = [fields_of(line) for line in lines]
     names = {event["seq"]: event["request"] for event in events if event["kind"] == "arrived"}
-    told = []
+    announced = []
     for event in events:
         if event["kind"] == "waiting":
-            told.append((names[event["seq"]], event["ahead"], "waits"))
+            announced.append((names[event["seq"]], event["ahead"], "waits"))
         elif event["kind"] == "planned" and event["untried"]:
-            told += [(names[seq], None, "untried") for seq in event["untried"]]
-    assert told == [("waits", 0, "waits"), ("goes first", 0, "waits"), ("waits", None, "untried")]
+            announced += [(names[seq], None, "untried") for seq in event["untried"]]
+    assert announced == [
+        ("waits", 0, "waits"),
+        ("goes first", 0, "waits"),
+        ("waits", None, "untried"),
+    ]
 
 
 def test_an_admission_says_why_no_more_was_cached() -> None:
-    engine = make_engine(8, 4, rows=2, budget=16, depth=1)
+    engine = make_engine(8, 4, slots=2, budget=16, depth=1)
     _, lines = opened(engine)
     add(engine, "a", 13, first=1, max_tokens=2)
     run(engine)
@@ -162,19 +166,19 @@ def test_an_admission_says_why_no_more_was_cached() -> None:
     admitted = {
         name: event
         for name, event in zip(
-            "abcde", (named(x) for x in lines if x[0] == "admitted"), strict=True
+            "abcde", (fields_of(x) for x in lines if x[0] == "admitted"), strict=True
         )
     }
     assert admitted["a"]["cached"] == 0 and admitted["a"]["match_end"] == reasons.NOT_CACHED
     assert admitted["b"]["cached"] == 12 and admitted["b"]["match_end"].startswith(
         "every full block"
     )
-    evicted = {named(line)["content"] for line in lines if line[0] == "evicted"}
+    evicted = {fields_of(line)["content"] for line in lines if line[0] == "evicted"}
     assert admitted["e"]["missing"] in evicted, "the page can say when it was evicted"
 
 
 def test_a_refusal_is_in_the_stream() -> None:
-    engine = make_engine(8, 4, rows=2, budget=16, depth=1)
+    engine = make_engine(8, 4, slots=2, budget=16, depth=1)
     stream, lines = opened(engine)
     with pytest.raises(InvalidRequest):
         add(engine, "huge", 5000)
@@ -198,7 +202,7 @@ class Letters:
 
 def test_text_is_in_the_stream_only_if_it_is_asked_for() -> None:
     for text in (None, Letters()):
-        engine = make_engine(30, 4, rows=2, budget=16, depth=1)
+        engine = make_engine(30, 4, slots=2, budget=16, depth=1)
         _, lines = opened(engine, text=text)
         add(engine, "r", 10)
         run(engine)
@@ -228,7 +232,7 @@ def test_lines_survive_any_name() -> None:
 
 
 def test_a_reader_may_begin_at_any_snapshot() -> None:
-    engine = make_engine(12, 4, rows=3, budget=8, depth=2)
+    engine = make_engine(12, 4, slots=3, budget=8, depth=2)
     stream, lines = opened(engine)
     late: list[Any] = []
     for index in range(6):
@@ -247,7 +251,7 @@ def test_a_reader_may_begin_at_any_snapshot() -> None:
 
 
 def test_requests_before_the_stream_was_made_take_no_letters() -> None:
-    engine = make_engine(12, 4, rows=3, budget=8, depth=1)
+    engine = make_engine(12, 4, slots=3, budget=8, depth=1)
     for name in ("warm-up", "again"):
         add(engine, name)
         run(engine)
@@ -259,14 +263,18 @@ def test_requests_before_the_stream_was_made_take_no_letters() -> None:
     add(engine, "second")
     run(engine)
     stream.flush()
-    names = {named(line)["request"]: named(line)["name"] for line in lines if line[0] == "arrived"}
+    names = {
+        fields_of(line)["request"]: fields_of(line)["name"]
+        for line in lines
+        if line[0] == "arrived"
+    }
     assert names == {"first": 1, "second": 2}
     assert [seq["name"] for seq in reopened[0][5]["sequences"]] == [1]
 
 
 def test_nothing_listens_before_the_first_sink_and_after_the_last() -> None:
-    engine = make_engine(12, 4, rows=3, budget=8, depth=1)
-    before = {kind: list(found) for kind, found in engine.events.listeners.items()}
+    engine = make_engine(12, 4, slots=3, budget=8, depth=1)
+    before = {kind: list(functions) for kind, functions in engine.events.listeners.items()}
     stream = EventStream(engine)
     assert engine.events.listeners == before
 
@@ -279,7 +287,7 @@ def test_nothing_listens_before_the_first_sink_and_after_the_last() -> None:
 
 
 def test_after_steps_to_which_nothing_listens_a_new_stream_begins() -> None:
-    engine = make_engine(12, 4, rows=3, budget=8, depth=1)
+    engine = make_engine(12, 4, slots=3, budget=8, depth=1)
     _, lines = opened(engine)
     with dummy_run(engine):
         add(engine, "warm-up")
@@ -299,7 +307,7 @@ def test_a_recording_is_bounded_and_begins_with_a_snapshot(
     monkeypatch.setattr("octavo.core.event_stream.SNAPSHOT_BYTES", 2000)
     monkeypatch.setattr("octavo.core.event_stream.SNAPSHOT_RATIO", 0)
     file = tmp_path / "events.jsonl"
-    engine = make_engine(30, 4, rows=3, budget=8, depth=1)
+    engine = make_engine(30, 4, slots=3, budget=8, depth=1)
     EventStream(engine).open(EventRecorder(file, max_bytes=120_000))
     sizes = []
     for index in range(60):
@@ -317,7 +325,7 @@ def test_a_recording_is_bounded_and_begins_with_a_snapshot(
 
 def test_a_recording_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
-    engine = make_engine(30, 4, rows=3, budget=8, depth=1)
+    engine = make_engine(30, 4, slots=3, budget=8, depth=1)
     EventStream(engine).open(EventRecorder(file))
     add(engine, "r")
     run(engine)
@@ -338,7 +346,7 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_recording_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = make_engine(30, 4, rows=3, budget=8, depth=1)
+    engine = make_engine(30, 4, slots=3, budget=8, depth=1)
     recorder = EventRecorder("/dev/full") if Path("/dev/full").exists() else None
     if recorder is None:
         pytest.skip("needs /dev/full")

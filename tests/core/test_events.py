@@ -53,7 +53,7 @@ def run(engine: Engine) -> None:
 
 def tiered_engine(disk: FakeDisk) -> Engine:
     """Eight blocks of four positions, three batch slots, host memory and a disk."""
-    return make_engine(8, 4, rows=3, budget=16, depth=1, host=20, disk=disk)
+    return make_engine(8, 4, slots=3, budget=16, depth=1, host=20, disk=disk)
 
 
 def scripted(engine: Engine) -> None:
@@ -149,7 +149,7 @@ def test_a_scripted_workload_emits_its_events_in_order() -> None:
 
 @pytest.mark.parametrize("keep", [None, (1, 4)], ids=["whole KV", "bounded KV"])
 def test_published_minus_evicted_blocks_are_the_cache(keep: tuple[int, int] | None) -> None:
-    engine = make_engine(8, 4, rows=3, budget=16, depth=1, keep=keep)
+    engine = make_engine(8, 4, slots=3, budget=16, depth=1, keep=keep)
     known: dict[bytes, tuple[bytes, list[int]]] = {}
 
     def mirror(event: Event) -> None:
@@ -209,7 +209,7 @@ def test_blocks_that_a_restarted_engine_reads_from_disk_are_reported() -> None:
 
 
 def test_a_step_that_fails_is_reported_before_its_requests() -> None:
-    engine = make_engine(20, 4, rows=2, budget=16, depth=1)
+    engine = make_engine(20, 4, slots=2, budget=16, depth=1)
     assert isinstance(engine.runner, FakeRunner)
     engine.runner.failing = 1.0
     engine.runner.failures = 1
@@ -236,7 +236,7 @@ def test_no_event_is_built_if_nothing_listens(monkeypatch: pytest.MonkeyPatch) -
             return new(cls, *fields, **named)
 
         monkeypatch.setattr(kind, "__new__", counted)
-    engine = make_engine(8, 4, rows=3, budget=16, depth=1)
+    engine = make_engine(8, 4, slots=3, budget=16, depth=1)
     scripted(engine)
     assert not built
     engine.events.subscribe(lambda event: None, Finished)
@@ -245,7 +245,7 @@ def test_no_event_is_built_if_nothing_listens(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_warm_up_steps_reach_no_listener_and_no_prompt_counter() -> None:
-    engine = make_engine(20, 4, rows=2, budget=16, depth=1)
+    engine = make_engine(20, 4, slots=2, budget=16, depth=1)
     received = listen(engine)
     with dummy_run(engine):
         add(engine, "a", 1, 9, max_tokens=2)

@@ -1,4 +1,4 @@
-"""What is broken by hand is noticed, and said."""
+"""The scheduler's check notices each broken invariant and names it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.workloads import make_engine
 
 
 def busy(keep: tuple[int, int] | None = None) -> Scheduler:
-    """Two that decode, of which the second is guided, one that prefills and one that waits; nothing
-    in flight."""
-    engine = make_engine(40, 4, rows=3, budget=8, depth=1, keep=keep)
+    """Return a scheduler with two decoding sequences, of which the second is guided, one that
+    prefills and one that waits. No step is in flight."""
+    engine = make_engine(40, 4, slots=3, budget=8, depth=1, keep=keep)
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
     engine.add(Request("a", [1, 2, 3, 4, 5], params))
     engine.add(Request("b", [6], params, guide=ToyGuide(1)))
@@ -72,11 +72,11 @@ BROKEN: dict[str, tuple[Callable[[Scheduler], None], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_broken_is_noticed(name: str) -> None:
+def test_a_broken_invariant_is_noticed(name: str) -> None:
     scheduler = busy()
-    breaks, says = BROKEN[name]
-    breaks(scheduler)
-    with pytest.raises(AssertionError, match=says):
+    break_invariant, message = BROKEN[name]
+    break_invariant(scheduler)
+    with pytest.raises(AssertionError, match=message):
         scheduler.check()
 
 
@@ -84,7 +84,7 @@ def test_what_is_broken_is_noticed(name: str) -> None:
     "values",
     [dict(block_table=[1] * 6), dict(dropped_tokens=3), dict(dropped_tokens=4, tokens=[1] * 30)],
 )
-def test_more_than_a_budget_is_noticed(values: dict[str, object]) -> None:
+def test_a_cache_above_its_budget_is_noticed(values: dict[str, object]) -> None:
     scheduler = busy(keep=(1, 5))
     if "block_table" in values:
         extra = [scheduler.pool.allocate() for _ in range(4)]

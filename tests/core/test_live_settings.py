@@ -71,7 +71,7 @@ def test_tokens_do_not_depend_on_settings_that_change(
 
 
 def running_engine() -> Engine:
-    engine = make_engine(20, 4, rows=3, budget=16, depth=1)
+    engine = make_engine(20, 4, slots=3, budget=16, depth=1)
     for index in range(3):
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         engine.add(Request(f"r{index}", list(range(1, 14)), params, priority=-index))
@@ -126,13 +126,13 @@ def test_what_could_harm_is_refused(changes: dict[str, Any], words: str) -> None
 
 
 def test_a_request_that_exceeds_a_lowered_limit_is_refused_at_once() -> None:
-    engine = make_engine(20, 4, rows=3, budget=16, depth=1)
+    engine = make_engine(20, 4, slots=3, budget=16, depth=1)
     change_settings(engine.scheduler, {"block_limit": 4})
     with pytest.raises(InvalidRequest, match="pool has 4"):
         engine.add(Request("large", [1] * 30, SamplingParams(max_tokens=4)))
 
 
 def test_a_policy_that_preempts_needs_one_step_in_flight() -> None:
-    engine = make_engine(20, 4, rows=3, budget=16, depth=2)
+    engine = make_engine(20, 4, slots=3, budget=16, depth=2)
     with pytest.raises(InvalidRequest, match="--depth 1"):
         change_settings(engine.scheduler, {"policy": "priority"})

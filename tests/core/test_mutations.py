@@ -43,7 +43,7 @@ BUGS = {
     "shared blocks are written without a copy": ("tables", "        if pool.ref_counts[table[index]] > 1\n", "        if False\n"),
     "the fast path ignores sharing": ("scheduler", "if block >= len(seq.block_table) or ref_counts[seq.block_table[block]] > 1:", "if block >= len(seq.block_table):"),
     "the copy is never issued": ("tables", "        plan.copies.append((source, table[index]))\n        plan.table_updates", "        plan.table_updates"),
-    "the device is not told of a copied block": (
+    "a copied block is missing from the table updates": (
         "tables",
         "        plan.table_updates.append((seq.slot, index, table[index]))\n        pool.release(source)\n",
         "        pool.release(source)\n",
@@ -90,7 +90,7 @@ BUGS = {
     "masks go to the wrong item": ("scheduler", "plan.token_masks[len(items)] =", "plan.token_masks[max(len(items) - 1, 0)] ="),
     "ignore_eos applies to a guided sequence": ("request_checks", "params.ignore_eos and request.guide is None", "params.ignore_eos"),
     "a beam is planned before its token is known": ("scheduler", "seq.guide is not None or seq.beam is not None or waits_to_draft", "seq.guide is not None or waits_to_draft"),
-    "the device is not told which token a beam chose": ("forks", "elif not continuation.on_device:", "elif False:"),
+    "the token of a beam is not sent to the device": ("forks", "elif not continuation.on_device:", "elif False:"),
     "a fork's slot is not filled": ("forks", "        self.stale_slots[child.id] = child\n", ""),
     "a preempted fork gets a slot": ("forks", "        for seq in self.stale_slots.values():\n            if seq.status is Status.RUNNING:", "        for seq in self.stale_slots.values():\n            if True:"),
     "the first beam to report decides": ("forks", "if not all(map(has_reported, group)):", "if False:"),
@@ -129,7 +129,7 @@ BUGS = {
     "a missed fetch counts as arrived": ("tier_index", 'arrived = event.kind == "fetched"', "arrived = True"),
     "a missed fetch keeps its host block": ("tier_index", "        self._finish_filling(fetch.host_block, arrived)\n", "        if arrived:\n            self._finish_filling(fetch.host_block, arrived)\n"),
     "disk events are not collected while nothing runs": ("prefix", "            plan.awaits_disk = bool(self.tiers.fetching or self.tiers.promoting)\n", ""),
-    "a sequence that waits for the disk never looks again": ("tier_index", "        self.pin_counts[host_block] -= 1\n        self.transfers_ended += 1\n", "        self.pin_counts[host_block] -= 1\n"),
+    "an ended transfer does not wake a sequence that waits for the disk": ("tier_index", "        self.pin_counts[host_block] -= 1\n        self.transfers_ended += 1\n", "        self.pin_counts[host_block] -= 1\n"),
     "a content is in two host blocks": ("tier_index", "elif removed.hash not in self.filling and self._store", "elif self._store"),
     "cleared content comes back": ("tier_index", "        self.filling.clear()\n", ""),
     "a promoted block stays in use": ("tier_index", "            pool.release(full_block.block)\n", ""),
@@ -213,7 +213,7 @@ CORE = [
 
 def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
     source = Path(module.__file__ or "").read_text()
-    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
+    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {module.__name__}"
     spec = importlib.util.spec_from_loader(module.__name__, loader=None)
     assert spec is not None
     copy = importlib.util.module_from_spec(spec)
@@ -229,9 +229,9 @@ def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
 
 
 @contextmanager
-def planted(where: str, old: str, new: str) -> Iterator[None]:
+def planted(module_name: str, old: str, new: str) -> Iterator[None]:
     """Let every module of the core use a mutated copy of one module."""
-    module = next(m for m in CORE if m.__name__ == f"octavo.core.{where}")
+    module = next(m for m in CORE if m.__name__ == f"octavo.core.{module_name}")
     copy = mutated(module, old, new)
     with pytest.MonkeyPatch.context() as patch:
         for user in (*CORE, workloads):

@@ -1,4 +1,4 @@
-"""When a text repeats itself."""
+"""Detection of texts that repeat themselves."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def naive(tokens: list[int], params: RepetitionDetectionParams) -> bool:
     return False
 
 
-def test_it_is_what_comparing_every_pattern_finds() -> None:
+def test_repeats_equals_a_comparison_of_every_pattern() -> None:
     chance = random.Random(1)
-    found = 0
+    num_repeats = 0
     for _ in range(5000):
-        # ids whose bytes contain each other's
+        # ids of which one's bytes occur in the bytes of others
         tokens = [chance.choice([0, 1, 256, 257, 65536]) for _ in range(chance.randrange(30))]
         pattern = [chance.choice([0, 1, 256]) for _ in range(chance.randrange(1, 5))]
         tokens += pattern * chance.randrange(1, 9)
-        least = chance.randrange(0, 3)
+        min_size = chance.randrange(0, 3)
         params = RepetitionDetectionParams(
-            chance.randrange(max(least, 1), 7), least, chance.randrange(2, 7)
+            chance.randrange(max(min_size, 1), 7), min_size, chance.randrange(2, 7)
         )
         generated = chance.randrange(1, len(tokens) + 1)
         expected = naive(tokens[-generated:], params)
         assert repeats(array("i", tokens), generated, params) is expected
-        found += expected
-    assert found > 500
+        num_repeats += expected
+    assert num_repeats > 500
 
 
 def test_the_prompt_does_not_count() -> None:
@@ -52,13 +52,13 @@ def test_the_prompt_does_not_count() -> None:
     assert repeats(tokens, 10, params) and not repeats(tokens, 9, params)
 
 
-def test_it_takes_little_time() -> None:
+def test_repeats_takes_little_time() -> None:
     chance = random.Random(1)
     tokens = array("i", [chance.choice([1, 2, chance.randrange(50_000)]) for _ in range(8000)])
-    begun = time.process_time()
+    start = time.process_time()
     for _ in range(1000):
         repeats(tokens, len(tokens), STRUCTURED_REPETITION)
-    assert time.process_time() - begun < 0.1, "100 us each: fifty times what it takes"
+    assert time.process_time() - start < 0.1, "100 us per call: fifty times what it takes"
 
 
 def test_structured_outputs_have_a_default() -> None:
@@ -78,13 +78,13 @@ def test_structured_outputs_have_a_default() -> None:
      dict(max_pattern_size=4, min_count=10**6), dict(max_pattern_size="4", min_count=2)],
     ids=str,
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(options: Any) -> None:
+def test_inconsistent_parameters_are_refused(options: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         RepetitionDetectionParams(**options)
     assert str(caught.value.param).startswith("repetition_detection.")
 
 
-def test_beam_search_has_none() -> None:
+def test_beam_search_refuses_repetition_detection() -> None:
     own = RepetitionDetectionParams(max_pattern_size=4, min_count=3)
     with pytest.raises(InvalidRequest, match="beam search"):
         SamplingParams(n=2, use_beam_search=True, repetition_detection=own)

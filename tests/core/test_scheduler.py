@@ -31,8 +31,8 @@ def drain(engine: Engine, limit: int = 1000) -> dict[tuple[str, int], list[int]]
     return got
 
 
-def test_decoding_comes_first_and_a_long_prompt_takes_what_is_left() -> None:
-    engine = make_engine(50, 4, rows=4, budget=10, depth=1, max_len=100)
+def test_decoding_comes_first_and_a_long_prompt_gets_the_remaining_budget() -> None:
+    engine = make_engine(50, 4, slots=4, budget=10, depth=1, max_len=100)
     engine.add(request("short", 3, max_tokens=20))
     engine.step()
     engine.add(request("long", 40))
@@ -41,7 +41,7 @@ def test_decoding_comes_first_and_a_long_prompt_takes_what_is_left() -> None:
 
 
 def test_the_budget_is_never_exceeded_and_chunks_meet_exactly() -> None:
-    engine = make_engine(50, 4, rows=4, budget=7, depth=1, max_len=100)
+    engine = make_engine(50, 4, slots=4, budget=7, depth=1, max_len=100)
     for name in "abc":
         engine.add(request(name, 23))
     starts: dict[int, int] = {}
@@ -61,7 +61,7 @@ def test_the_budget_is_never_exceeded_and_chunks_meet_exactly() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked,error,says",
+    "refused,error,message",
     [
         (request("x", 60), ContextLengthExceeded, "60 tokens, but the context holds 60"),
         (
@@ -75,16 +75,18 @@ def test_the_budget_is_never_exceeded_and_chunks_meet_exactly() -> None:
         (Request("x", [True], SamplingParams()), InvalidRequest, "token id True"),
     ],
 )
-def test_what_can_never_run_is_refused_at_once(asked: Request, error: type, says: str) -> None:
-    engine = make_engine(10, 4, rows=2, budget=8, depth=1)
+def test_a_request_that_can_never_run_is_refused_at_once(
+    refused: Request, error: type, message: str
+) -> None:
+    engine = make_engine(10, 4, slots=2, budget=8, depth=1)
     engine.add(request("good", 10))
-    with pytest.raises(error, match=says):
-        engine.add(asked)
+    with pytest.raises(error, match=message):
+        engine.add(refused)
     assert list(drain(engine)) == [("good", 0)]
 
 
 def test_a_running_id_cannot_be_used_again() -> None:
-    engine = make_engine(10, 4, rows=2, budget=8, depth=1)
+    engine = make_engine(10, 4, slots=2, budget=8, depth=1)
     engine.add(request("a", 3))
     with pytest.raises(InvalidRequest, match="already running"):
         engine.add(request("a", 3))
@@ -93,17 +95,17 @@ def test_a_running_id_cannot_be_used_again() -> None:
     drain(engine)
 
 
-def test_exactly_as_many_blocks_as_it_needs_are_enough() -> None:
+def test_a_pool_of_exactly_the_needed_blocks_is_enough() -> None:
     # 17 tokens, the last never computed: 16 positions in 4 blocks of 4
-    asked = request("x", 9, max_tokens=8)
+    exact = request("x", 9, max_tokens=8)
     for depth in (1, 2, 3):
-        engine = make_engine(4, 4, rows=2, budget=8, depth=depth)
-        engine.add(asked)
-        assert drain(engine)[("x", 0)] == oracle.generate(asked.prompt, asked.params, 1)
+        engine = make_engine(4, 4, slots=2, budget=8, depth=depth)
+        engine.add(exact)
+        assert drain(engine)[("x", 0)] == oracle.generate(exact.prompt, exact.params, 1)
 
 
 def test_forks_compute_the_prompt_once_and_copy_one_block_each_but_the_last() -> None:
-    engine = make_engine(50, 4, rows=8, budget=32, depth=1)
+    engine = make_engine(50, 4, slots=8, budget=32, depth=1)
     engine.add(request("x", 11, max_tokens=1, n=4))
     drain(engine)
     count = engine.scheduler.counters
@@ -112,47 +114,47 @@ def test_forks_compute_the_prompt_once_and_copy_one_block_each_but_the_last() ->
 
 
 def test_a_finished_request_serves_the_next_one() -> None:
-    engine = make_engine(50, 4, rows=8, budget=32, depth=1)
-    asked = request("x", 16, max_tokens=4)
+    engine = make_engine(50, 4, slots=8, budget=32, depth=1)
+    first = request("x", 16, max_tokens=4)
     for name in "xy":
-        engine.add(Request(name, asked.prompt, asked.params))
+        engine.add(Request(name, first.prompt, first.params))
         drain(engine)
     assert engine.scheduler.counters.cached_tokens == 12, (
         "three of four blocks: one token must be computed"
     )
-    engine.add(Request("z", asked.prompt, asked.params, cache_salt="somebody else"))
+    engine.add(Request("z", first.prompt, first.params, cache_salt="somebody else"))
     drain(engine)
     assert engine.scheduler.counters.cached_tokens == 12
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_prompt_that_several_ask_for_at_once_is_computed_once(depth: int) -> None:
-    engine = make_engine(100, 4, rows=8, budget=64, depth=depth, max_len=100)
-    asked = request("x", 40, max_tokens=4)
+    engine = make_engine(100, 4, slots=8, budget=64, depth=depth, max_len=100)
+    shared = request("x", 40, max_tokens=4)
     for i in range(5):
-        engine.add(Request(f"x{i}", asked.prompt, asked.params))
+        engine.add(Request(f"x{i}", shared.prompt, shared.params))
     engine.add(other := request("other", 30, max_tokens=4))
     first = engine.step()
     running = {seq.request.id for seq in engine.scheduler.running}
     assert running == {"x0", "other"}, (
-        "the like wait for the first, the others do not wait for them"
+        "x1 to x4 wait for x0, and other requests do not wait for them"
     )
     got = drain(engine)
     for out in first:
         got[out.request_id, 0] = out.tokens + got[out.request_id, 0]
     assert engine.scheduler.counters.computed_tokens == 40 + 4 * 4 + 30 + 6 * 3, (
-        "the others computed only their last block"
+        "x1 to x4 computed only their last block"
     )
     assert {tuple(t) for (name, _), t in got.items() if name != "other"} == {
-        tuple(oracle.generate(asked.prompt, asked.params, 1))
+        tuple(oracle.generate(shared.prompt, shared.params, 1))
     }
     assert got["other", 0] == oracle.generate(other.prompt, other.params, 1)
     assert not engine.scheduler.prefix.computing
 
 
 def test_short_requests_do_not_starve_a_long_prompt() -> None:
-    """It waits for blocks with part of its prompt computed; who comes later must not take them."""
-    engine = make_engine(20, 16, rows=16, budget=128, depth=1, caching=False, max_len=300)
+    """A long prompt, partly computed, waits for blocks: later requests must not get them."""
+    engine = make_engine(20, 16, slots=16, budget=128, depth=1, caching=False, max_len=300)
     names = iter(range(10_000))
 
     def short() -> None:
@@ -172,7 +174,7 @@ def test_short_requests_do_not_starve_a_long_prompt() -> None:
 
 
 def test_every_completion_of_an_aborted_request_ends() -> None:
-    engine = make_engine(50, 4, rows=8, budget=8, depth=2)
+    engine = make_engine(50, 4, slots=8, budget=8, depth=2)
     engine.add(request("x", 20, n=3))
     engine.step()
     out = engine.abort("x")
@@ -205,13 +207,13 @@ class Failing:
 def test_a_failing_step_ends_its_requests_and_the_rest_go_on(
     depth: int, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = [request(f"r{i}", 12, max_tokens=6, n=1 + i % 2) for i in range(6)]
+    requests = [request(f"r{i}", 12, max_tokens=6, n=1 + i % 2) for i in range(6)]
     for step in range(1, 14):
-        engine = make_engine(30, 4, rows=2, budget=12, depth=depth)
+        engine = make_engine(30, 4, slots=2, budget=12, depth=depth)
         engine.runner = Failing(
             engine.runner, **{"at_launch": set(), "at_wait": set(), when: {step}}
         )  # type: ignore[assignment]
-        for r in asked:
+        for r in requests:
             engine.add(r)
         ends: dict[tuple[str, int], Output] = {}
         got: dict[tuple[str, int], list[int]] = {}
@@ -229,23 +231,23 @@ def test_a_failing_step_ends_its_requests_and_the_rest_go_on(
         assert failed and len(failed) < 9
         for (name, index), tokens in got.items():
             want = oracle.generate(
-                asked[int(name[1:])].prompt, asked[int(name[1:])].params, 1, index
+                requests[int(name[1:])].prompt, requests[int(name[1:])].params, 1, index
             )
             assert tokens == (want if (name, index) not in failed else want[: len(tokens)])
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_step_too_large_for_the_device_is_computed_in_smaller_ones(depth: int) -> None:
-    """Nobody ends, every token is right, and larger steps are tried again later."""
-    engine = make_engine(60, 4, rows=8, budget=40, depth=depth)
+    """No request fails, every token is right, and larger steps are tried again later."""
+    engine = make_engine(60, 4, slots=8, budget=40, depth=depth)
     engine.runner.memory = 12  # type: ignore[attr-defined]
-    asked = [request(f"r{i}", 20, max_tokens=30, n=1 + i % 2) for i in range(6)]
-    for r in asked:
+    requests = [request(f"r{i}", 20, max_tokens=30, n=1 + i % 2) for i in range(6)]
+    for r in requests:
         engine.add(r)
     got = drain(engine)
     assert got == {
         (r.id, k): oracle.generate(r.prompt, r.params, 1, k)
-        for r in asked
+        for r in requests
         for k in range(r.params.width)
     }
     count = engine.scheduler.counters
@@ -258,7 +260,7 @@ def test_a_step_too_large_for_the_device_is_computed_in_smaller_ones(depth: int)
 
 
 def test_a_request_too_large_alone_is_retried_once_and_then_ends() -> None:
-    engine = make_engine(60, 4, rows=4, budget=16, depth=1)
+    engine = make_engine(60, 4, slots=4, budget=16, depth=1)
     engine.runner.memory = 3  # type: ignore[attr-defined]
     engine.add(request("large", 20))
     assert engine.step() == [] and engine.scheduler.counters.oom_steps == 1, "tried again"
@@ -271,37 +273,38 @@ def test_a_request_too_large_alone_is_retried_once_and_then_ends() -> None:
     }
 
 
-def waits(share: float, shorts: int = 200) -> tuple[list[int], list[int]]:
-    """Steps to the first token of prompts of one token that come one a step, while three of 1,000
-    tokens are computed; and of those."""
+def steps_to_first_token(share: float, shorts: int = 200) -> tuple[list[int], list[int]]:
+    """Return the steps to the first token of short prompts, of which one with one token arrives per
+    step, and of three long prompts of 1,000 tokens that are computed meanwhile."""
     engine = make_engine(
-        600, 16, rows=16, budget=32, depth=2, max_len=2000, short_prompt_share=share
+        600, 16, slots=16, budget=32, depth=2, max_len=2000, short_prompt_share=share
     )
     for i in range(3):
         engine.add(request(f"long{i}", 1000, max_tokens=1))
-    came: dict[str, int] = {f"long{i}": 0 for i in range(3)}
+    arrivals: dict[str, int] = {f"long{i}": 0 for i in range(3)}
     first: dict[str, int] = {}
     for step in range(2000):
         if step < shorts:
-            came[f"short{step}"] = step
+            arrivals[f"short{step}"] = step
             engine.add(request(f"short{step}", 1, max_tokens=2))
         for out in engine.step():
             first.setdefault(out.request_id, step)
         engine.scheduler.check()
         if engine.idle:
             break
-    took = {name: first[name] - when for name, when in came.items()}
+    took = {name: first[name] - arrival for name, arrival in arrivals.items()}
     return sorted(t for n, t in took.items() if n.startswith("short")), [
         took[f"long{i}"] for i in range(3)
     ]
 
 
 def test_short_prompts_do_not_wait_for_long_ones() -> None:
-    """The 99th percentile of their first tokens is a few steps, and the long ones lose no more than
-    the share."""
-    (quick, slowed), (starved, alone) = waits(0.25), waits(0.0)
+    """The 99th percentile of the short prompts' first tokens is a few steps, and the long prompts
+    lose no more than the share."""
+    quick, slowed = steps_to_first_token(0.25)
+    starved, alone = steps_to_first_token(0.0)
     assert quick[int(0.99 * len(quick))] <= 3, quick
-    assert starved[int(0.99 * len(starved))] > 80, "what it is without"
+    assert starved[int(0.99 * len(starved))] > 80, "the wait without a share"
     assert max(slowed) <= 1.4 * max(alone), (slowed, alone)
 
 
@@ -310,23 +313,23 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
 def test_when_all_hashes_collide_every_token_is_right(
     depth: int, host: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are compared: what another prompt left under the same hash is a miss."""
+    """Tokens are compared, so a block of another prompt with the same hash is a miss."""
     monkeypatch.setattr("octavo.core.prefix.chain_hash", lambda parent, tokens: b"the same for all")
-    engine = make_engine(20, 4, rows=3, budget=24, depth=depth, host=host)
-    asked = [request(f"r{i % 5}", 14, max_tokens=6) for i in range(15)]
-    for i, r in enumerate(asked):
+    engine = make_engine(20, 4, slots=3, budget=24, depth=depth, host=host)
+    requests = [request(f"r{i % 5}", 14, max_tokens=6) for i in range(15)]
+    for i, r in enumerate(requests):
         engine.add(Request(f"{r.id} {i}", r.prompt, r.params))
     got = drain(engine)
-    assert [got[f"{r.id} {i}", 0] for i, r in enumerate(asked)] == [
-        oracle.generate(r.prompt, r.params, 1) for r in asked
+    assert [got[f"{r.id} {i}", 0] for i, r in enumerate(requests)] == [
+        oracle.generate(r.prompt, r.params, 1) for r in requests
     ]
     assert engine.scheduler.counters.cached_tokens < 15 * 4, "next to nothing can be found"
 
 
-@pytest.mark.parametrize("rows", [3, 1])
-def test_a_request_does_not_count_its_own_prompt_as_cached(rows: int) -> None:
-    """With one row, the second completion begins when the first has ended, and finds the prompt."""
-    engine = make_engine(60, 4, rows, 64, 1)
+@pytest.mark.parametrize("slots", [3, 1])
+def test_a_request_does_not_count_its_own_prompt_as_cached(slots: int) -> None:
+    """With one slot, the second completion begins when the first has ended, and finds the prompt."""
+    engine = make_engine(60, 4, slots, 64, 1)
     engine.add(
         Request("r", list(range(1, 42)), SamplingParams(n=3, max_tokens=3, ignore_eos=True, seed=1))
     )
@@ -358,7 +361,7 @@ def test_logits_that_are_not_finite_end_only_their_own_request() -> None:
 
 
 @pytest.mark.parametrize("host", [0, 20])
-def test_what_a_request_without_numbers_has_computed_is_not_found_again(host: int) -> None:
+def test_blocks_of_a_request_with_nan_logits_are_not_reused(host: int) -> None:
     engine = make_engine(40, 4, 2, 16, 1, host=host)
     scheduler, prompt = engine.scheduler, list(range(1, 31))
     engine.add(Request("a", prompt, SamplingParams(max_tokens=3, ignore_eos=True, seed=1)))
@@ -378,17 +381,17 @@ def test_saturated_means_waiting_for_more_than_the_budget() -> None:
                 name, [ord(name) - 96] * 12, SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
             )
         )
-    found = []
+    states = []
     for _ in range(3):
         engine.step()
-        found.append((len(engine.scheduler.waiting), engine.scheduler.saturated))
-    assert found == [(1, False), (1, True), (1, True)], "first its turn, then blocks"
+        states.append((len(engine.scheduler.waiting), engine.scheduler.saturated))
+    assert states == [(1, False), (1, True), (1, True)], "it waits for budget, then for blocks"
 
 
 def test_a_sequence_that_waits_for_a_prefix_delays_only_those_that_begin_with_it() -> None:
     """All begin with the same block, as chats with one system message do. S3 shares the whole
     prefix and waits like S1. S2 shares a block, and S4 needs the logprobs of its whole prompt."""
-    engine = make_engine(60, 4, rows=8, budget=200, depth=1, max_len=100)
+    engine = make_engine(60, 4, slots=8, budget=200, depth=1, max_len=100)
     shared = list(range(1, 33))
     params = SamplingParams(max_tokens=2, ignore_eos=True, seed=1)
     whole = SamplingParams(max_tokens=2, ignore_eos=True, seed=1, prompt_logprobs=0)

@@ -1,5 +1,4 @@
-"""The simulator: the real scheduler on a clock that is told the time, traces, and what a step
-costs."""
+"""The simulator (the real scheduler on a virtual clock), traces, and the costs of steps."""
 
 from __future__ import annotations
 
@@ -42,23 +41,25 @@ def play(
 
 
 def test_a_request_takes_what_its_steps_cost() -> None:
-    found = play([TraceEntry(0.0, prompt=30, output=5)])
-    assert found["ttft_p50_ms"] == pytest.approx(10 + 30 + 2)
-    assert [found["itl_p50_ms"], found["itl_p99_ms"]] == pytest.approx([12, 12])
-    assert found["e2e_p50_ms"] == pytest.approx(42 + 4 * 12)
-    assert found["tok_s"] == pytest.approx(5 / 0.090)
+    report = play([TraceEntry(0.0, prompt=30, output=5)])
+    assert report["ttft_p50_ms"] == pytest.approx(10 + 30 + 2)
+    assert [report["itl_p50_ms"], report["itl_p99_ms"]] == pytest.approx([12, 12])
+    assert report["e2e_p50_ms"] == pytest.approx(42 + 4 * 12)
+    assert report["tok_s"] == pytest.approx(5 / 0.090)
 
 
-def test_two_at_once_share_the_steps() -> None:
-    found = play([TraceEntry(0.0, 10, 5), TraceEntry(0.0, 10, 5)])
-    assert found["ttft_p99_ms"] == pytest.approx(10 + 20 + 4) and found[
+def test_two_simultaneous_requests_share_the_steps() -> None:
+    report = play([TraceEntry(0.0, 10, 5), TraceEntry(0.0, 10, 5)])
+    assert report["ttft_p99_ms"] == pytest.approx(10 + 20 + 4) and report[
         "itl_p50_ms"
     ] == pytest.approx(14)
 
 
 def test_time_passes_between_requests() -> None:
-    found = play([TraceEntry(0.0, 10, 1), TraceEntry(100.0, 10, 1)])
-    assert found["seconds"] == pytest.approx(100.022) and found["ttft_p99_ms"] == pytest.approx(22)
+    report = play([TraceEntry(0.0, 10, 1), TraceEntry(100.0, 10, 1)])
+    assert report["seconds"] == pytest.approx(100.022) and report["ttft_p99_ms"] == pytest.approx(
+        22
+    )
 
 
 def test_steps_in_flight_hide_nothing_that_the_device_computes() -> None:
@@ -66,18 +67,18 @@ def test_steps_in_flight_hide_nothing_that_the_device_computes() -> None:
     assert one == pytest.approx(two, rel=0.03)
 
 
-def test_a_prefix_that_is_shared_is_computed_once() -> None:
+def test_a_shared_prefix_is_computed_once() -> None:
     common = list(range(100, 110))
     entries = [TraceEntry(float(i), 10 * BLOCK + 8, 4, [*common, 1000 + i]) for i in range(4)]
-    found = play(entries)
-    assert found["cache_hits"] == pytest.approx(3 * 10 * BLOCK / (4 * (10 * BLOCK + 8)))
+    report = play(entries)
+    assert report["cache_hits"] == pytest.approx(3 * 10 * BLOCK / (4 * (10 * BLOCK + 8)))
     assert play(entries, cache=CacheConfig(16, 1000, prefix_caching=False))["cache_hits"] == 0
 
 
 def test_a_reply_that_comes_back_in_the_next_prompt_is_found_too() -> None:
     turns = [TraceEntry(0.0, 24, 24, [1, 2, 3]), TraceEntry(10.0, 56, 8, [1, 2, 3, 4])]
     assert play(turns)["cache_hits"] == pytest.approx(32 / 80), (
-        "two of three blocks: the last of a reply is never computed"
+        "two of three blocks: the last token of a reply is never computed"
     )
 
 
@@ -102,7 +103,7 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert [percentile([3.0, 1.0, 2.0], q) for q in (0, 50, 99, 100)] == [1.0, 2.0, 3.0, 3.0]
 
 
-def test_features_tell_prompts_from_rows() -> None:
+def test_features_tell_prefill_from_decoding() -> None:
     plan = Plan(
         1,
         items=[
@@ -136,7 +137,7 @@ def ended(request: Request, output: list[int]) -> Sequence:
     )
 
 
-def test_a_trace_tells_who_shares_a_prefix_and_no_token(tmp_path: Path) -> None:
+def test_a_trace_reveals_shared_prefixes_and_no_token(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     recorder = Recorder(file)
     common, params = list(range(500, 540)), SamplingParams()
@@ -147,17 +148,20 @@ def test_a_trace_tells_who_shares_a_prefix_and_no_token(tmp_path: Path) -> None:
         recorder.record(ended(request, [7] * 10), [], "length")
     recorder.record(ended(Request("canary", common, params), [7]), [], "length")
     recorder.record(ended(Request("aborted", common, params, 9.0), []), [], "abort")
-    found = trace.read(str(file))
-    assert [(e.arrival, e.prompt, e.output, e.priority, e.tenant) for e in found] == [
+    entries = trace.read(str(file))
+    assert [(e.arrival, e.prompt, e.output, e.priority, e.tenant) for e in entries] == [
         (float(i), 41, 10, i, "k") for i in range(3)
     ]
-    assert found[0].blocks[:2] == found[1].blocks[:2] and found[0].blocks[2] != found[1].blocks[2]
-    assert not set(found[0].blocks) & set(found[2].blocks), (
-        "who may not share blocks does not share numbers"
+    assert (
+        entries[0].blocks[:2] == entries[1].blocks[:2]
+        and entries[0].blocks[2] != entries[1].blocks[2]
+    )
+    assert not set(entries[0].blocks) & set(entries[2].blocks), (
+        "requests that may not share blocks have different numbers"
     )
     request = Request("0", [*common, 1], params, 1.0)
     Recorder(tmp_path / "again").record(ended(request, [7] * 10), [], "length")
-    assert json.loads((tmp_path / "again").read_text())["blocks"] != found[0].blocks, (
+    assert json.loads((tmp_path / "again").read_text())["blocks"] != entries[0].blocks, (
         "numbers mean nothing outside of one run"
     )
 
@@ -172,15 +176,16 @@ def test_tokens_are_equal_where_the_trace_says_so() -> None:
     assert len(a.prompt) == 40 and max(a.prompt) < 1000
 
 
-def test_made_up_traces_are_what_they_are_asked_to_be() -> None:
-    found = trace.read(
+def test_a_generated_trace_follows_its_specification() -> None:
+    entries = trace.read(
         "poisson:rate=10,n=500,prompt=5-9,output=3,shared=32,groups=2,urgent=0.5,tenants=4"
     )
-    assert len(found) == 500 and found[0].arrival == 0 and 40 < found[-1].arrival < 60
-    assert {e.prompt for e in found} == set(range(37, 42)) and {e.output for e in found} == {3}
-    assert len({tuple(e.blocks[:2]) for e in found}) == 2 and len({e.tenant for e in found}) == 4
-    assert 200 < sum(e.priority == -1 for e in found) < 300
-    assert found == trace.read(
+    assert len(entries) == 500 and entries[0].arrival == 0 and 40 < entries[-1].arrival < 60
+    assert {e.prompt for e in entries} == set(range(37, 42)) and {e.output for e in entries} == {3}
+    assert len({tuple(e.blocks[:2]) for e in entries}) == 2
+    assert len({e.tenant for e in entries}) == 4
+    assert 200 < sum(e.priority == -1 for e in entries) < 300
+    assert entries == trace.read(
         "poisson:rate=10,n=500,prompt=5-9,output=3,shared=32,groups=2,urgent=0.5,tenants=4"
     )
 
@@ -188,7 +193,7 @@ def test_made_up_traces_are_what_they_are_asked_to_be() -> None:
 @pytest.mark.parametrize(
     "spec", ["poisson:rate=0", "poisson:wat=1", "poisson:n=x", "poisson:prompt=0"]
 )
-def test_a_made_up_trace_that_makes_no_sense_is_refused(spec: str) -> None:
+def test_a_bad_specification_of_a_trace_is_refused(spec: str) -> None:
     with pytest.raises(InvalidRequest):
         trace.read(spec)
 
@@ -204,7 +209,7 @@ def test_a_made_up_trace_that_makes_no_sense_is_refused(spec: str) -> None:
         '"x"',
     ],
 )
-def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
+def test_the_refusal_names_a_line_that_is_no_request(tmp_path: Path, line: str) -> None:
     file = tmp_path / "t"
     file.write_text('{"arrival": 0, "prompt": 1, "output": 1}\n' + line + "\n")
     with pytest.raises(InvalidRequest, match="line 2"):
@@ -222,15 +227,15 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Graphs(Costs):
-    """Steps that replay a graph made for so many tokens, the next larger one; more are launched one
-    by one."""
+    """Each step replays the graph of the next larger number of tokens. Steps with more tokens than
+    the largest graph launch their kernels one by one."""
 
     graphs: tuple[tuple[int, float], ...]
     eager: float
 
-    def seconds(self, found: tuple[float, ...]) -> float:
-        _, prefill, rows, kv, _ = found
-        tokens = prefill + rows - (prefill > 0)  # a prompt's last token is the row that samples
+    def seconds(self, features: tuple[float, ...]) -> float:
+        _, prefill, sampled, kv, _ = features
+        tokens = prefill + sampled - (prefill > 0)  # a prompt's last token is sampled from
         eager = max(self.eager, self.prefill * tokens)
         return (
             next((seconds for size, seconds in self.graphs if tokens <= size), eager) + self.kv * kv
@@ -242,7 +247,8 @@ def graphs(prefill: float, kv: float, eager: float, *ms: float) -> Graphs:
     return Graphs(0.0, prefill, 0.0, kv, 0.0, tuple(sizes), eager)
 
 
-# the second and the third as measured on one H200, of the last all steps with prompts are alike
+# "8B on a GPU" and "0.6B on a GPU" were measured on one H200. In "all alike" all steps with
+# prompts take the same time.
 MACHINES = {
     "a CPU": EMBEDDED_CPU,
     "8B on a GPU": graphs(2.7e-5, 3e-8, 0.012, 4.7, 4.8, 4.9, 5.2, 6.5, 8.0, 11.0, 14.0),
@@ -254,7 +260,8 @@ MACHINES = {
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_an_urgent_request_has_its_first_token_within_twice_its_time(machine: str) -> None:
-    """A hundred of 256 tokens, among others with prompts of up to 1,024 that want every row."""
+    """A hundred urgent requests of 256 tokens arrive among others with prompts of up to 1,024
+    tokens, which would use every slot."""
     costs, cache, schedule = (
         MACHINES[machine],
         CacheConfig(16, 20_000, prefix_caching=False),
@@ -273,15 +280,15 @@ def test_an_urgent_request_has_its_first_token_within_twice_its_time(machine: st
     first = [ranked.first_token[f"{n + i}"] / idle for i in range(100)]
     assert percentile(first, 99) < (1.9 if machine != "all alike" else 2.0)
     assert sum(ranked.finished[f"{i}"] > urgent[-1].arrival for i in range(n)) > 16, (
-        "every row was wanted to the end"
+        "there were requests for every slot to the end"
     )
     ends = [max(report.finished[f"{i}"] for i in range(n)) for report in (fcfs, ranked)]
     assert ends[1] < ends[0] / 0.55 and len(ranked.finished) == n + 100, (
-        "the others finish, at more than half of their speed"
+        "the other requests finish, at more than half of their speed"
     )
 
 
-def test_a_trace_that_is_not_there_is_refused_with_what_may_be_named() -> None:
+def test_a_missing_trace_is_refused_with_the_possible_names() -> None:
     with pytest.raises(
         InvalidRequest,
         match=r"nowhere.jsonl cannot be read \(No such file or directory\): name a file",

@@ -22,17 +22,17 @@ Ended = dict[str, list[TimeSpan]]
 
 
 def follow(engine: Engine, *names: str) -> Ended:
-    """Collect the spans of these requests, or of all, on a clock that counts the looks at it."""
+    """Collect the spans of these requests, or of all, on a clock that advances by one whenever it is read."""
     ended: Ended = {}
     ticks = count(1)
 
-    def keep(seq: Sequence, collected: list[TimeSpan], event: Event) -> None:
+    def collect(seq: Sequence, collected: list[TimeSpan], event: Event) -> None:
         ended[f"{seq.request.id}{seq.index or ''}"] = collected
 
     SequenceSpans(
         engine.events,
         lambda: float(next(ticks)),
-        keep,
+        collect,
         follows=lambda request_id: not names or request_id in names,
     )
     return ended
@@ -54,21 +54,21 @@ def names_of(collected: list[TimeSpan]) -> list[str]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_prompt_has_a_span_per_chunk_and_its_reply_one(depth: int) -> None:
-    engine = make_engine(20, 4, rows=2, budget=8, depth=depth)
+    engine = make_engine(20, 4, slots=2, budget=8, depth=depth)
     ended = follow(engine)
     add(engine, "a", 1, 20, max_tokens=5)
     run(engine)
-    found = ended["a"]
-    assert names_of(found) == ["queued", "prefill", "prefill", "prefill", "decode"]
-    assert [span.tokens for span in found] == [0, 8, 8, 4, 4], "the last chunk samples the first"
-    assert [list(span.steps) for span in found] == [[], [1], [2], [3], [4, 5, 6, 7]]
-    assert all(before.end <= after.start for before, after in pairwise(found))
-    assert all(list(span.landings) == sorted(span.landings) for span in found)
-    assert found[-1].end == found[-1].landings[-1]
+    a = ended["a"]
+    assert names_of(a) == ["queued", "prefill", "prefill", "prefill", "decode"]
+    assert [span.tokens for span in a] == [0, 8, 8, 4, 4], "the last chunk samples the first token"
+    assert [list(span.steps) for span in a] == [[], [1], [2], [3], [4, 5, 6, 7]]
+    assert all(before.end <= after.start for before, after in pairwise(a))
+    assert all(list(span.landings) == sorted(span.landings) for span in a)
+    assert a[-1].end == a[-1].landings[-1]
 
 
 def test_a_preempted_sequence_waits_and_computes_again() -> None:
-    engine = make_engine(7, 4, rows=4, budget=16, depth=1)
+    engine = make_engine(7, 4, slots=4, budget=16, depth=1)
     ended = follow(engine)
     add(engine, "a", 1, 9, max_tokens=8)
     add(engine, "b", 20, 9, max_tokens=8)
@@ -89,7 +89,7 @@ def test_a_preempted_sequence_waits_and_computes_again() -> None:
 
 
 def test_blocks_that_come_back_from_host_memory_make_it_a_swap() -> None:
-    engine = make_engine(8, 4, rows=3, budget=16, depth=1, host=20, disk=FakeDisk())
+    engine = make_engine(8, 4, slots=3, budget=16, depth=1, host=20, disk=FakeDisk())
     ended = follow(engine)
     add(engine, "b", 20, 12, max_tokens=12)
     add(engine, "c", 40, 9, max_tokens=12)
@@ -98,7 +98,7 @@ def test_blocks_that_come_back_from_host_memory_make_it_a_swap() -> None:
 
 
 def test_children_of_a_fork_have_spans_of_their_own() -> None:
-    engine = make_engine(20, 4, rows=4, budget=16, depth=1)
+    engine = make_engine(20, 4, slots=4, budget=16, depth=1)
     ended = follow(engine)
     add(engine, "a", 1, 10, max_tokens=3, n=2)
     run(engine)
@@ -110,7 +110,7 @@ def test_a_long_decode_is_cut_where_a_span_would_lose_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(spans, "MAX_STEPS", 8)
-    engine = make_engine(60, 4, rows=2, budget=16, depth=1)
+    engine = make_engine(60, 4, slots=2, budget=16, depth=1)
     ended = follow(engine)
     add(engine, "a", 1, 4, max_tokens=19)
     run(engine)
@@ -119,7 +119,7 @@ def test_a_long_decode_is_cut_where_a_span_would_lose_events(
 
 
 def test_only_what_is_followed_costs_anything() -> None:
-    engine = make_engine(20, 4, rows=4, budget=16, depth=1)
+    engine = make_engine(20, 4, slots=4, budget=16, depth=1)
     ended = follow(engine, "b")
     add(engine, "a", 1, 10, max_tokens=3)
     add(engine, "b", 20, 10, max_tokens=2)
@@ -129,7 +129,7 @@ def test_only_what_is_followed_costs_anything() -> None:
 
 
 def test_an_aborted_sequence_ends_in_the_queue() -> None:
-    engine = make_engine(20, 4, rows=1, budget=16, depth=1)
+    engine = make_engine(20, 4, slots=1, budget=16, depth=1)
     ended = follow(engine)
     add(engine, "a", 1, 10, max_tokens=9)
     add(engine, "b", 20, 10, max_tokens=9)
@@ -141,7 +141,7 @@ def test_an_aborted_sequence_ends_in_the_queue() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_recording_has_the_steps_and_is_still_a_trace(tmp_path: Path, depth: int) -> None:
-    engine = make_engine(20, 4, rows=2, budget=8, depth=depth)
+    engine = make_engine(20, 4, slots=2, budget=8, depth=depth)
     file = tmp_path / "trace.jsonl"
     Recorder(file).listen_to(engine.events, engine.scheduler.clock, engine.host_time)
     add(engine, "a", 1, 10, max_tokens=3)

@@ -10,7 +10,7 @@ import pytest
 from octavo.core.engine import Engine
 from octavo.core.step_budget import Piggyback, StepTimes
 from octavo.types import Item, Plan
-from tests.core.test_policy import ask, drain
+from tests.core.test_policy import add_request, drain
 from tests.workloads import Clock, make_engine
 
 # ---- latency target ------------------------------------------------------------------------------
@@ -69,13 +69,13 @@ def test_one_slow_step_changes_nothing() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_token_to_token_times_stay_below_the_target(depth: int) -> None:
-    """A runner that takes 5 ms a step, 1 ms a row and 1 ms a prompt token; the budget alone would
+    """A runner that takes 5 ms a step, 1 ms a sequence and 1 ms a prompt token; the budget alone would
     allow steps of 250 ms."""
     clock = Clock()
     engine = make_engine(
         500,
         4,
-        rows=16,
+        slots=16,
         budget=256,
         depth=depth,
         max_len=400,
@@ -99,11 +99,11 @@ def test_token_to_token_times_stay_below_the_target(depth: int) -> None:
         return handle
 
     engine.runner.launch = timed  # type: ignore[method-assign]
-    ask(engine, "talker", 4, max_tokens=100)
+    add_request(engine, "talker", 4, max_tokens=100)
     gaps, last = [], 0.0
     for step in range(100):
         if step in (10, 20):
-            ask(engine, f"long {step}", 300)
+            add_request(engine, f"long {step}", 300)
         for out in engine.step():
             if out.request_id == "talker":
                 gaps.append(clock.now - last)
@@ -170,14 +170,20 @@ def test_a_size_that_costs_a_jump_more_is_tried_again_but_rarely() -> None:
 
 
 def run_offline(
-    replies: list[int], prompt: int = 8, offline: bool = True, rows: int = 64, **options: Any
+    replies: list[int], prompt: int = 8, offline: bool = True, slots: int = 64, **options: Any
 ) -> tuple[Engine, list[int]]:
     """All of them at once, run to their end: tokens of each step."""
     engine = make_engine(
-        2000, 4, rows=rows, budget=256, depth=1, max_len=300, **{"piggyback_tokens": 24, **options}
+        2000,
+        4,
+        slots=slots,
+        budget=256,
+        depth=1,
+        max_len=300,
+        **{"piggyback_tokens": 24, **options},
     )
     for i, reply in enumerate(replies):
-        ask(engine, f"r{i}", length=prompt, max_tokens=reply, offline=offline)
+        add_request(engine, f"r{i}", length=prompt, max_tokens=reply, offline=offline)
     launch, sizes = engine.runner.launch, list[int]()
 
     def counted(plan: Plan) -> Any:
@@ -205,11 +211,11 @@ def test_no_prompt_is_delayed_if_all_replies_have_one_length() -> None:
 
 
 def test_an_online_request_ends_the_delay_of_all() -> None:
-    engine = make_engine(2000, 4, rows=64, budget=256, depth=1, max_len=300, piggyback_tokens=24)
+    engine = make_engine(2000, 4, slots=64, budget=256, depth=1, max_len=300, piggyback_tokens=24)
     for i in range(40):
-        ask(engine, f"r{i}", length=8, max_tokens=200 - 4 * i, offline=True)
+        add_request(engine, f"r{i}", length=8, max_tokens=200 - 4 * i, offline=True)
     assert engine.scheduler.plan().num_tokens == 24
-    ask(engine, "now", length=8, max_tokens=4)
+    add_request(engine, "now", length=8, max_tokens=4)
     assert engine.scheduler.plan().num_tokens == 256
 
 
@@ -222,7 +228,7 @@ def test_the_longest_last_is_not_late() -> None:
 def test_no_prompt_is_delayed_if_there_are_fewer_slots_than_requests() -> None:
     replies = sorted((n % 37 + 20 for n in range(300)), reverse=True)
     offline, hurried = (
-        run_offline(replies, offline=p, rows=16, piggyback_tokens=24)[1] for p in (True, False)
+        run_offline(replies, offline=p, slots=16, piggyback_tokens=24)[1] for p in (True, False)
     )
     assert offline[:200] == hurried[:200] and len(offline) <= len(hurried) + 1
 
@@ -245,24 +251,24 @@ def test_no_prompt_is_delayed_if_more_sequences_decode_than_the_piggyback_limit(
 def test_offline_prompts_piggyback_only_under_fcfs_and_continuous_batching(
     options: dict[str, Any],
 ) -> None:
-    engine = make_engine(200, 4, rows=16, budget=64, depth=1, **{"piggyback_tokens": 8, **options})
+    engine = make_engine(200, 4, slots=16, budget=64, depth=1, **{"piggyback_tokens": 8, **options})
     assert not isinstance(engine.scheduler.shaper.prompt_budget, Piggyback)
 
 
 def test_offline_requests_that_arrive_together_start_with_the_longest_reply() -> None:
     clock = Clock()
-    engine = make_engine(200, 4, rows=16, budget=64, depth=1, clock=clock, piggyback_tokens=8)
-    ask(engine, "online", max_tokens=1)
+    engine = make_engine(200, 4, slots=16, budget=64, depth=1, clock=clock, piggyback_tokens=8)
+    add_request(engine, "online", max_tokens=1)
     for name, reply in (("short", 2), ("long", 9), ("middle", 5), ("as long", 9)):
-        ask(engine, name, max_tokens=reply, offline=True)
+        add_request(engine, name, max_tokens=reply, offline=True)
     clock.sleep(1.0)
-    ask(engine, "another list", max_tokens=20, offline=True)
+    add_request(engine, "another list", max_tokens=20, offline=True)
     order = [seq.request.id for seq in engine.scheduler.waiting]
     assert order == ["online", "long", "as long", "middle", "short", "another list"]
 
 
 def test_offline_requests_start_in_the_order_of_arrival_without_piggybacking() -> None:
-    engine = make_engine(200, 4, rows=16, budget=64, depth=1)
+    engine = make_engine(200, 4, slots=16, budget=64, depth=1)
     for name, reply in (("short", 2), ("long", 9)):
-        ask(engine, name, max_tokens=reply, offline=True)
+        add_request(engine, name, max_tokens=reply, offline=True)
     assert [seq.request.id for seq in engine.scheduler.waiting] == ["short", "long"]

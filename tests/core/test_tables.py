@@ -1,4 +1,5 @@
-"""What is written to is the writer's own; what does not fit changes nothing."""
+"""Block tables: a sequence writes only to blocks that no other holds, and a reservation that does
+not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ SIZE = 4
 
 
 def sequence(pool: BlockPool, tokens: int, blocks: int) -> Sequence:
-    """All of its tokens are planned."""
+    """Return a sequence all of whose tokens are planned and computed."""
     ids = list(range(1, tokens + 1))
     seq = Sequence(
         1, Request("r", ids, SamplingParams()), 0, array("i", ids), tokens, 100, 0, frozenset()
@@ -46,30 +47,32 @@ def test_a_shared_block_is_copied_before_it_is_written() -> None:
     pool, plan = BlockPool(4, SIZE), Plan(1)
     seq = sequence(pool, 6, 2)
     other = [pool.acquire(b) for b in seq.block_table]
-    assert reserve(pool, seq, 1, plan) and seq.block_table == [1, 3], "what is full stays shared"
+    assert reserve(pool, seq, 1, plan) and seq.block_table == [1, 3], "a full block stays shared"
     assert plan.copies == [(2, 3)] and plan.table_updates == [(0, 1, 3)]
     pool.check([seq.block_table, other])
 
 
-def test_all_or_nothing() -> None:
+def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     pool, plan = BlockPool(3, SIZE), Plan(1)
     seq = sequence(pool, 6, 2)
     other = [pool.acquire(b) for b in seq.block_table]
-    assert not reserve(pool, seq, 4, plan), "a copy and a fresh one, and one is left"
+    assert not reserve(pool, seq, 4, plan), (
+        "a copy and a new block are needed, and one block is free"
+    )
     assert seq.block_table == other == [1, 2] and not plan.copies and not plan.table_updates
     pool.check([seq.block_table, other])
 
 
-def test_what_an_admission_takes() -> None:
+def test_blocks_that_an_admission_needs() -> None:
     pool = BlockPool(6, SIZE)
     held = pool.allocate()
     cached = pool.allocate()
     pool.publish(FullBlock(cached, b"h", array("i", [1] * SIZE), b""))
     pool.release(cached)
     assert blocks_to_admit(pool, [], 5) == 2
-    assert blocks_to_admit(pool, [held], 5) == 2, "what others hold takes none"
-    assert blocks_to_admit(pool, [held, cached], 5) == 3, "a cached one leaves the free list"
-    assert blocks_to_admit(pool, [held, cached, 0], 5) == 4, "one to load into"
+    assert blocks_to_admit(pool, [held], 5) == 2, "a block that others hold is not allocated"
+    assert blocks_to_admit(pool, [held, cached], 5) == 3, "a cached block leaves the free list"
+    assert blocks_to_admit(pool, [held, cached, 0], 5) == 4, "0 stands for a block to load into"
 
 
 def test_forks_stop_one_token_short() -> None:
@@ -80,7 +83,8 @@ def test_forks_stop_one_token_short() -> None:
 
 
 def full(spare: int) -> tuple[BlockPool, CacheConfig, Sequence]:
-    """A cache of three blocks is full, and so many others are free."""
+    """Return a pool, its configuration and a sequence whose bounded cache of three blocks is full;
+    `spare` other blocks are free."""
     pool = BlockPool(3 + spare, SIZE)
     return (
         pool,
@@ -89,13 +93,13 @@ def full(spare: int) -> tuple[BlockPool, CacheConfig, Sequence]:
     )
 
 
-def test_a_block_leaves_a_full_cache_and_those_behind_it_move_up() -> None:
+def test_a_dropped_block_moves_those_behind_it_up() -> None:
     pool, cache, seq = full(spare=0)
     seq.planned = seq.computed = 12
     plan = Plan(1)
     assert drop_block(pool, cache, seq, plan)
     assert seq.block_table == [1, 3, 2] and plan.shifts == [(3, SIZE)], (
-        "block 2 left, and is the one to write to"
+        "block 2 was dropped, and is the block to write to"
     )
     assert (
         seq.planned == seq.computed == 8
@@ -105,14 +109,14 @@ def test_a_block_leaves_a_full_cache_and_those_behind_it_move_up() -> None:
     pool.check([seq.block_table])
 
 
-def test_what_others_see_is_copied_or_withdrawn() -> None:
+def test_shared_blocks_are_copied_and_published_ones_unpublished() -> None:
     pool, cache, seq = full(spare=1)
     seq.planned = seq.computed = 12
     h = chain_hash(b"", seq.tokens[8:12])
     pool.publish(FullBlock(3, h, seq.tokens[8:12], b""))
     plan = Plan(1)
     assert drop_block(pool, cache, seq, plan) and h not in pool.hash_index, (
-        "moved in place: nobody may find it"
+        "moved in place: no request may find it"
     )
     pool, cache, seq = full(spare=1)
     seq.planned = seq.computed = 12
@@ -121,7 +125,7 @@ def test_what_others_see_is_copied_or_withdrawn() -> None:
     pool.check([seq.block_table, other])
 
 
-def test_without_room_for_the_copies_nothing_leaves() -> None:
+def test_without_room_for_the_copies_no_block_is_dropped() -> None:
     pool, cache, seq = full(spare=0)
     seq.planned = seq.computed = 12
     other = [pool.acquire(b) for b in seq.block_table]

@@ -1,4 +1,4 @@
-"""The index of the tiers, and what the scheduler makes of it, plan by plan."""
+"""The tier index, and the loads, stores and fetches that the scheduler plans with it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,21 @@ def request(name: str, length: int = 17, max_tokens: int = 2, **more: str) -> Re
 
 
 def small(host: int, disk: FakeDisk | None = None, blocks: int = 6, depth: int = 1) -> Engine:
-    """A pool that holds one request of 17 tokens and little more."""
-    return make_engine(blocks, SIZE, rows=2, budget=64, depth=depth, host=host, disk=disk)
+    """Return an engine whose pool holds one request of 17 tokens and little more."""
+    return make_engine(blocks, SIZE, slots=2, budget=64, depth=depth, host=host, disk=disk)
 
 
 names = count()
 
 
-def answer(engine: Engine, asked: Request) -> tuple[list[int], int]:
-    """(tokens, how many of the prompt were cached)"""
+def complete(engine: Engine, request: Request) -> tuple[list[int], int]:
+    """Run a copy of the request. Return its tokens, and how many tokens of its prompt were cached."""
     engine.add(
         Request(
-            f"{asked.id} {next(names)}", asked.prompt, asked.params, cache_salt=asked.cache_salt
+            f"{request.id} {next(names)}",
+            request.prompt,
+            request.params,
+            cache_salt=request.cache_salt,
         )
     )
     tokens, cached = [], 0
@@ -51,7 +54,7 @@ def answer(engine: Engine, asked: Request) -> tuple[list[int], int]:
             cached = max(cached, out.cached_tokens)
         engine.scheduler.check()
         if engine.idle:
-            assert tokens == oracle.generate(asked.prompt, asked.params, 1)
+            assert tokens == oracle.generate(request.prompt, request.params, 1)
             return tokens, cached
     raise AssertionError("no progress")
 
@@ -63,10 +66,10 @@ def answer(engine: Engine, asked: Request) -> tuple[list[int], int]:
 def test_an_evicted_prompt_is_loaded_instead_of_computed(depth: int) -> None:
     engine = small(host=20, depth=depth)
     a, b = request("a"), request("b")
-    assert answer(engine, a)[1] == 0
-    answer(engine, b)
+    assert complete(engine, a)[1] == 0
+    complete(engine, b)
     before = engine.scheduler.counters.computed_tokens
-    assert answer(engine, a)[1] == 16, (
+    assert complete(engine, a)[1] == 16, (
         "all of the prompt's full blocks: some from the device, the rest from host memory"
     )
     assert engine.scheduler.counters.computed_tokens - before == 1 + 1, (
@@ -79,40 +82,40 @@ def test_an_evicted_prompt_is_loaded_instead_of_computed(depth: int) -> None:
 def test_without_a_tier_it_is_computed_again() -> None:
     engine = small(host=0)
     a, b = request("a"), request("b")
-    answer(engine, a)
-    answer(engine, b)
-    assert answer(engine, a)[1] < 16
+    complete(engine, a)
+    complete(engine, b)
+    assert complete(engine, a)[1] < 16
 
 
-def test_what_is_in_host_memory_already_is_not_stored_again() -> None:
+def test_a_block_in_host_memory_is_not_stored_again() -> None:
     engine = small(host=20)
     a, b = request("a"), request("b")
-    for asked in (a, b, a, b, a, b):
-        answer(engine, asked)
+    for each in (a, b, a, b, a, b):
+        complete(engine, each)
     assert engine.scheduler.counters.tiers.stores <= 2 * 4, "each full block once"
 
 
-def test_a_full_tier_lets_go_of_what_was_unused_for_longest() -> None:
+def test_a_full_tier_evicts_the_least_recently_used_block() -> None:
     engine = small(host=4)
     for name in "abcdef":
-        answer(engine, request(name))
+        complete(engine, request(name))
     tiers = engine.scheduler.tiers
     assert tiers is not None and tiers.counters.evictions > 0
-    assert answer(engine, request("e"))[1] > 0 and answer(engine, request("a"))[1] == 0
+    assert complete(engine, request("e"))[1] > 0 and complete(engine, request("a"))[1] == 0
 
 
-def test_preemption_is_release_and_resuming_is_a_load() -> None:
+def test_a_resumed_sequence_loads_its_blocks() -> None:
     def recomputed(host: int) -> int:
-        engine = make_engine(8, SIZE, rows=4, budget=64, depth=1, host=host)
-        asked = [request(f"r{i}", 9, max_tokens=16) for i in range(4)]
-        got: dict[str, list[int]] = {r.id: [] for r in asked}
-        for r in asked:
+        engine = make_engine(8, SIZE, slots=4, budget=64, depth=1, host=host)
+        requests = [request(f"r{i}", 9, max_tokens=16) for i in range(4)]
+        got: dict[str, list[int]] = {r.id: [] for r in requests}
+        for r in requests:
             engine.add(r)
         while not engine.idle:
             for out in engine.step():
                 got[out.request_id] += out.tokens
             engine.scheduler.check()
-        assert all(got[r.id] == oracle.generate(r.prompt, r.params, 1) for r in asked)
+        assert all(got[r.id] == oracle.generate(r.prompt, r.params, 1) for r in requests)
         assert engine.scheduler.counters.preemptions > 0
         return engine.scheduler.counters.recomputed_tokens
 
@@ -123,20 +126,20 @@ def test_salts_share_nothing_in_any_tier() -> None:
     disk = FakeDisk(slowest=1)
     engine = small(host=20, disk=disk)
     mine, other = request("a", cache_salt="mine"), request("b")
-    answer(engine, mine)
-    answer(engine, other)
+    complete(engine, mine)
+    complete(engine, other)
     run_dry(engine)
     for salt in ("", "theirs"):
-        assert answer(engine, Request("a", mine.prompt, mine.params, cache_salt=salt))[1] == 0
+        assert complete(engine, Request("a", mine.prompt, mine.params, cache_salt=salt))[1] == 0
     again = small(host=20, disk=disk)
-    assert answer(again, Request("a", mine.prompt, mine.params, cache_salt="theirs"))[1] == 0
-    assert answer(again, mine)[1] > 0
+    assert complete(again, Request("a", mine.prompt, mine.params, cache_salt="theirs"))[1] == 0
+    assert complete(again, mine)[1] > 0
 
 
 def test_the_cache_can_be_emptied_while_steps_are_in_flight() -> None:
     engine = small(host=20, depth=3)
     for name in "ab":
-        answer(engine, request(name))
+        complete(engine, request(name))
     engine.add(request("a"))
     engine.step()
     engine.scheduler.clear_cache()
@@ -148,12 +151,12 @@ def test_the_cache_can_be_emptied_while_steps_are_in_flight() -> None:
 
 
 @pytest.mark.parametrize("when", ["launch", "wait"])
-def test_a_step_that_fails_leaves_nothing_to_be_found(when: str) -> None:
-    """Its loads may not have happened: who comes next must not read what it was to write."""
+def test_blocks_loaded_by_a_failed_step_are_not_reused(when: str) -> None:
+    """The loads of a failed step may not have happened: later requests must not read its blocks."""
     engine = small(host=20)
     a, b = request("a"), request("b")
-    answer(engine, a)
-    answer(engine, b)
+    complete(engine, a)
+    complete(engine, b)
     runner = engine.runner
     assert isinstance(runner, FakeRunner)
     engine.add(Request("failing", a.prompt, a.params))
@@ -165,7 +168,7 @@ def test_a_step_that_fails_leaves_nothing_to_be_found(when: str) -> None:
     (out,) = engine.step()
     assert out.finish_reason == "error" and out.error == f"Planted: {when}"
     engine.scheduler.check()
-    answer(engine, a)
+    complete(engine, a)
 
 
 # ---- disk ----------------------------------------------------------------------------------------
@@ -176,35 +179,35 @@ def test_a_new_engine_finds_what_an_earlier_one_left_on_disk(depth: int) -> None
     disk = FakeDisk(slowest=3)
     engine = small(host=20, disk=disk, depth=depth)
     for name in "abc":
-        answer(engine, request(name))
+        complete(engine, request(name))
     for _ in range(10):
-        answer(engine, request("short", 3))  # time for the disk
+        complete(engine, request("short", 3))  # time for the disk
     again = small(host=20, disk=disk, depth=depth)
-    assert answer(again, request("a"))[1] == 16
+    assert complete(again, request("a"))[1] == 16
     assert again.scheduler.counters.tiers.disk_tokens == 16
 
 
 def test_a_block_goes_to_disk_with_all_that_come_before_it() -> None:
-    """The first block of what is asked most never leaves the device; on disk the others would be of
-    no use without it."""
+    """The first block of a common prefix never leaves the device, and on disk the blocks behind it
+    would be useless without it."""
     disk = FakeDisk(slowest=1)
     engine = small(host=20, disk=disk, blocks=8)
     shared = request("a", 33).prompt[:8]
     for i in range(6):
         prompt = shared + request(f"tail {i}", 12).prompt
-        answer(engine, Request("x", prompt, request("x").params))
+        complete(engine, Request("x", prompt, request("x").params))
     run_dry(engine)
-    answer(engine, request("short", 3))
+    complete(engine, request("short", 3))
     tiers = engine.scheduler.tiers
     assert tiers is not None
     first = chain_hash(b"", array("i", shared[:4]))
     assert first in engine.scheduler.pool.hash_index and first in disk.records
 
 
-def test_the_rest_of_the_device_goes_to_disk_at_the_end() -> None:
+def test_a_flush_saves_the_remaining_blocks_of_the_device() -> None:
     disk = FakeDisk(slowest=1)
     engine = small(host=20, disk=disk, blocks=50)
-    answer(engine, request("a"))
+    complete(engine, request("a"))
     plan = engine.scheduler.flush()
     assert len(plan.stores) == len(plan.saves) == 4
     engine.scheduler.commit(plan, engine.runner.launch(plan).wait())
@@ -216,9 +219,9 @@ def test_others_go_on_while_one_waits_for_the_disk() -> None:
     disk = FakeDisk(slowest=1)
     engine = small(host=20, disk=disk)
     for name in "abc":
-        answer(engine, request(name))
+        complete(engine, request(name))
     disk.never = 1.0
-    again = make_engine(30, SIZE, rows=4, budget=64, depth=1, host=20, disk=disk)
+    again = make_engine(30, SIZE, slots=4, budget=64, depth=1, host=20, disk=disk)
     again.add(request("a"))
     again.add(
         Request(
@@ -235,50 +238,50 @@ def test_others_go_on_while_one_waits_for_the_disk() -> None:
     run_dry(again)
 
 
-def test_the_disk_is_asked_once_in_a_life() -> None:
-    """It says that it has the blocks and never gives them: whoever believed it twice would wait for
+def test_a_sequence_fetches_from_disk_only_once() -> None:
+    """The disk lists blocks and never returns them: a sequence that fetched twice would wait for
     ever."""
     disk = FakeDisk(slowest=1, lists=1.0)
     engine = small(host=20, disk=disk)
     for name in "abc":
-        answer(engine, request(name))
+        complete(engine, request(name))
     disk.missing = 1.0
     again = small(host=20, disk=disk)
-    assert answer(again, request("a"))[1] == 0
+    assert complete(again, request("a"))[1] == 0
     assert again.scheduler.counters.tiers.fetches == 4
     assert again.scheduler.counters.tiers.misses == {"fault": 4}
 
 
-def test_no_more_is_fetched_than_fits() -> None:
+def test_no_more_blocks_are_fetched_than_fit() -> None:
     disk = FakeDisk(slowest=1)
     engine = small(host=20, disk=disk)
     for name in "abc":
-        answer(engine, request(name))
+        complete(engine, request(name))
     again = small(host=2, disk=disk)
-    assert answer(again, request("a"))[1] == 8, "two blocks of four"
+    assert complete(again, request("a"))[1] == 8, "two blocks of four"
 
 
-def test_what_is_fetched_never_takes_the_place_of_what_is_there() -> None:
+def test_fetched_blocks_do_not_evict_ready_ones() -> None:
     disk = FakeDisk(slowest=1)
     engine = small(host=20, disk=disk)
     for name in "abc":
-        answer(engine, request(name))
+        complete(engine, request(name))
     again = small(host=3, disk=disk)
     a = request("a")
     start = Request("a", a.prompt[:13], a.params)
-    assert answer(again, start)[1] == 12, "three blocks, by way of all three slots"
-    answer(again, request("d", 21, max_tokens=1))  # takes the pool
-    assert answer(again, a)[1] >= 12, "for the fourth there is no room beside them"
+    assert complete(again, start)[1] == 12, "three blocks, through all three blocks of host memory"
+    complete(again, request("d", 21, max_tokens=1))  # takes the pool
+    assert complete(again, a)[1] >= 12, "there is no room for the fourth block beside them"
 
 
-def asked(
+def restarted_with_fetches(
     disk: FakeDisk, blocks: int = 6, fetch_ids: Iterator[int] | None = None
 ) -> tuple[Scheduler, Sequence, list[int]]:
-    """A restarted scheduler, a request whose four blocks were requested from disk, and the ids of
-    these fetches."""
+    """Return a restarted scheduler, a sequence whose four blocks are being fetched from disk, and
+    the ids of these fetches."""
     engine = small(host=20, disk=disk)
     for name in "abc":
-        answer(engine, request(name))
+        complete(engine, request(name))
     scheduler = small(host=20, disk=disk, blocks=blocks).scheduler
     assert scheduler.tiers is not None
     if fetch_ids is not None:
@@ -290,28 +293,30 @@ def asked(
     return scheduler, seq, [fetch.fetch_id for fetch in plan.fetches]
 
 
-def fetched(*tickets: int) -> StepResult:
-    return StepResult([], disk_events=[DiskEvent("fetched", fetch_id=ticket) for ticket in tickets])
+def fetched(*fetch_ids: int) -> StepResult:
+    return StepResult(
+        [], disk_events=[DiskEvent("fetched", fetch_id=fetch_id) for fetch_id in fetch_ids]
+    )
 
 
-def test_what_has_come_goes_up_while_the_rest_is_read() -> None:
-    scheduler, seq, (first, second, third, fourth) = asked(FakeDisk(slowest=1))
+def test_fetched_blocks_are_promoted_while_others_are_read() -> None:
+    scheduler, seq, (first, second, third, fourth) = restarted_with_fetches(FakeDisk(slowest=1))
     scheduler.commit(scheduler.plan(), fetched(first, second, fourth))
     plan = scheduler.plan()
     assert len(plan.loads) == 3 and plan.has_work and not plan.items, (
-        "with gaps between them or not"
+        "all that were fetched, in spite of the gap"
     )
     scheduler.check()
     ahead = scheduler.plan()
-    assert not ahead.loads and ahead.awaits_disk, "each once"
+    assert not ahead.loads and ahead.awaits_disk, "each block is loaded once"
     scheduler.commit(plan, StepResult([]))
     assert scheduler.pool.num_cached == 3 and len(scheduler.pool.free_blocks) == 6, (
-        "cached, and nobody's"
+        "cached, and held by no sequence"
     )
     scheduler.commit(ahead, fetched(third))
     plan = scheduler.plan()
     assert not plan.items and len(plan.loads) == 1, (
-        "nobody reads what came from disk before it was found whole"
+        "no sequence reads a block from disk before its checksum was compared"
     )
     scheduler.commit(plan, StepResult([]))
     plan = scheduler.plan()
@@ -323,9 +328,9 @@ def test_what_has_come_goes_up_while_the_rest_is_read() -> None:
     scheduler.check()
 
 
-def test_what_is_spoilt_is_computed() -> None:
-    scheduler, seq, tickets = asked(FakeDisk(slowest=1))
-    scheduler.commit(scheduler.plan(), fetched(*tickets))
+def test_corrupt_blocks_are_recomputed() -> None:
+    scheduler, seq, fetch_ids = restarted_with_fetches(FakeDisk(slowest=1))
+    scheduler.commit(scheduler.plan(), fetched(*fetch_ids))
     plan = scheduler.plan()
     assert len(plan.loads) == 4 and scheduler.tiers is not None
     scheduler.commit(plan, StepResult([], corrupt_host_blocks={plan.loads[2][0]}))
@@ -336,25 +341,25 @@ def test_what_is_spoilt_is_computed() -> None:
     assert scheduler.tiers.counters.misses == {"corrupt": 1}
     plan = scheduler.plan()
     assert [item.num_tokens for item in plan.items] == [9] and seq.cached_tokens == 8, (
-        "all that follows the gap"
+        "all tokens behind the corrupt block"
     )
     scheduler.check()
 
 
-def test_no_more_is_asked_for_than_can_go_up() -> None:
-    scheduler, seq, _ = asked(FakeDisk(slowest=1))
+def test_no_more_blocks_are_fetched_than_can_be_promoted() -> None:
+    scheduler, seq, _ = restarted_with_fetches(FakeDisk(slowest=1))
     assert scheduler.tiers is not None
-    for spare, wanted in ((6, 0), (4, 2), (0, 4)):
+    for reserved, num_fetches in ((6, 0), (4, 2), (0, 4)):
         scheduler.tiers.clear()
         scheduler.tiers.fetching.clear()
         plan, seq.disk_wait = Plan(9), DiskWait.NOT_STARTED
-        scheduler.tiers.request_fetches(seq, [], [], scheduler.pool, plan, spare)
-        assert len(plan.fetches) == wanted
+        scheduler.tiers.request_fetches(seq, [], [], scheduler.pool, plan, reserved)
+        assert len(plan.fetches) == num_fetches
 
 
 def test_blocks_that_cannot_be_promoted_are_computed() -> None:
-    scheduler, seq, tickets = asked(FakeDisk(slowest=1))
-    scheduler.commit(scheduler.plan(), fetched(*tickets))
+    scheduler, seq, fetch_ids = restarted_with_fetches(FakeDisk(slowest=1))
+    scheduler.commit(scheduler.plan(), fetched(*fetch_ids))
     assert scheduler.tiers is not None
     match = scheduler.prefix.match(seq)
     assert len(match.loads) == 4
@@ -362,8 +367,8 @@ def test_blocks_that_cannot_be_promoted_are_computed() -> None:
     assert match.blocks == [] and match.loads == []
 
 
-def test_nothing_goes_up_into_blocks_that_others_need() -> None:
-    scheduler, seq, (first, *_) = asked(FakeDisk(slowest=1))
+def test_no_block_is_promoted_into_blocks_that_others_need() -> None:
+    scheduler, seq, (first, *_) = restarted_with_fetches(FakeDisk(slowest=1))
     scheduler.add(request("d", 24, max_tokens=1))  # all of the pool
     scheduler.plan()
     assert not scheduler.pool.free_blocks
@@ -372,19 +377,21 @@ def test_nothing_goes_up_into_blocks_that_others_need() -> None:
     scheduler.check()
 
 
-@pytest.mark.parametrize("how", ["fail", "forget", "abort"])
-def test_what_was_to_go_up_is_given_back(how: str) -> None:
-    scheduler, _, (first, *_) = asked(FakeDisk(slowest=1))
+@pytest.mark.parametrize("end", ["fail", "clear", "abort"])
+def test_the_blocks_of_an_ended_promotion_are_released(end: str) -> None:
+    scheduler, _, (first, *_) = restarted_with_fetches(FakeDisk(slowest=1))
     scheduler.commit(scheduler.plan(), fetched(first))
     plan = scheduler.plan()
     assert len(plan.loads) == 1 and len(scheduler.pool.free_blocks) == 5
-    if how == "fail":
+    if end == "fail":
         scheduler.fail(plan, "planted")
     else:
-        scheduler.clear_cache() if how == "forget" else scheduler.abort("a")
+        scheduler.clear_cache() if end == "clear" else scheduler.abort("a")
         scheduler.check()
         scheduler.commit(plan, StepResult([]))
-    assert scheduler.pool.num_cached == (how == "abort"), "what was aborted is still what it is"
+    assert scheduler.pool.num_cached == (end == "abort"), (
+        "the blocks of an aborted request are still valid"
+    )
     assert (
         scheduler.tiers is not None
         and not scheduler.tiers.promoting
@@ -393,7 +400,7 @@ def test_what_was_to_go_up_is_given_back(how: str) -> None:
     scheduler.check()
 
 
-# ---- links ---------------------------------------------------------------------------------------
+# ---- costs of transfers --------------------------------------------------------------------------
 
 
 def prefill(tokens: int) -> Plan:
@@ -401,37 +408,37 @@ def prefill(tokens: int) -> Plan:
 
 
 def test_blocks_that_are_computed_faster_are_not_loaded() -> None:
-    links = OffloadCosts(SIZE, load_seconds=0.1, fetch_seconds=1.0)
-    assert links.loading_pays() and links.loading_pays(disk=True), (
-        "nothing was measured: loading is the better guess"
+    costs = OffloadCosts(SIZE, load_seconds=0.1, fetch_seconds=1.0)
+    assert costs.loading_pays() and costs.loading_pays(disk=True), (
+        "without measurements, loading is the better guess"
     )
-    links.observe_step(prefill(100), StepResult([], compute_seconds=10.0))
-    assert links.loading_pays() and not links.loading_pays(disk=True), "0.4 s to compute a block"
+    costs.observe_step(prefill(100), StepResult([], compute_seconds=10.0))
+    assert costs.loading_pays() and not costs.loading_pays(disk=True), "0.4 s to compute a block"
     for _ in range(20):
-        links.observe_step(prefill(100), StepResult([], compute_seconds=1.0))
-    assert not links.loading_pays(), "0.04 s"
-    assert [links.should_load() for _ in range(PROBE_INTERVAL)].count(True) == 1, (
-        "now and then, to see whether it is still so"
+        costs.observe_step(prefill(100), StepResult([], compute_seconds=1.0))
+    assert not costs.loading_pays(), "0.04 s"
+    assert [costs.should_load() for _ in range(PROBE_INTERVAL)].count(True) == 1, (
+        "now and then, to measure it again"
     )
     for _ in range(30):
-        links.observe_step(Plan(1, loads=[(0, 1)] * 10), StepResult([], load_seconds=0.01))
-    assert links.loading_pays() and links.tokens_in_load_time(10) == 1
+        costs.observe_step(Plan(1, loads=[(0, 1)] * 10), StepResult([], load_seconds=0.01))
+    assert costs.loading_pays() and costs.tokens_in_load_time(10) == 1
 
 
-def test_short_steps_say_nothing_of_a_token_s_cost() -> None:
-    links = OffloadCosts(SIZE, load_seconds=0.1, fetch_seconds=1.0)
-    links.observe_step(prefill(2), StepResult([], compute_seconds=10.0))
-    links.observe_step(
+def test_short_steps_do_not_measure_the_cost_of_a_token() -> None:
+    costs = OffloadCosts(SIZE, load_seconds=0.1, fetch_seconds=1.0)
+    costs.observe_step(prefill(2), StepResult([], compute_seconds=10.0))
+    costs.observe_step(
         Plan(1, items=[Item(1, 0, 0, None, 1, True, 9)] * 30), StepResult([], compute_seconds=10.0)
     )
-    assert not links.prefill_tokens
+    assert not costs.prefill_tokens
 
 
 def test_a_slow_disk_is_given_up_while_waiting() -> None:
     disk = FakeDisk(slowest=1)
     engine = small(host=20, disk=disk)
     for name in "abc":
-        answer(engine, request(name))
+        complete(engine, request(name))
     again = small(host=20, disk=disk)
     tiers = again.scheduler.tiers
     assert tiers is not None
@@ -446,11 +453,11 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
         Plan(2), StepResult([], disk_events=[DiskEvent("fetched", fetch_id=first, seconds=1.0)])
     )
     plan = again.scheduler.plan()
-    assert not plan.items and len(plan.loads) == 1, "the one that came goes up"
+    assert not plan.items and len(plan.loads) == 1, "the fetched block is promoted"
     again.scheduler.commit(plan, StepResult([]))
     assert [item.num_tokens for item in again.scheduler.plan().items] == [
         13
-    ] and seq.disk_wait is DiskWait.DONE, "the rest is computed"
+    ] and seq.disk_wait is DiskWait.DONE, "the other blocks are computed"
 
 
 # ---- the index itself ----------------------------------------------------------------------------
@@ -471,7 +478,7 @@ def test_a_colliding_hash_is_a_miss_here_too() -> None:
     tiers.check()
 
 
-def test_check_notices_a_slot_in_two_states() -> None:
+def test_check_notices_a_lost_host_block() -> None:
     tiers = TierIndex(2, 2, 100)
     tiers.check()
     tiers._allocate()
@@ -482,8 +489,8 @@ def test_check_notices_a_slot_in_two_states() -> None:
 def test_an_answer_to_an_earlier_schedulers_fetch_is_ignored() -> None:
     """Schedulers that use one tier store draw fetch ids from its counter."""
     fetch_ids = count(1)
-    _, _, old = asked(FakeDisk(slowest=1), fetch_ids=fetch_ids)
-    scheduler, _, new = asked(FakeDisk(slowest=1), fetch_ids=fetch_ids)
+    _, _, old = restarted_with_fetches(FakeDisk(slowest=1), fetch_ids=fetch_ids)
+    scheduler, _, new = restarted_with_fetches(FakeDisk(slowest=1), fetch_ids=fetch_ids)
     assert old and new and not set(old) & set(new)
     tiers = scheduler.tiers
     assert tiers is not None
@@ -491,13 +498,13 @@ def test_an_answer_to_an_earlier_schedulers_fetch_is_ignored() -> None:
     assert sorted(tiers.fetching) == new, "all fetches are still awaited"
 
 
-def test_what_is_disowned_is_found_nowhere() -> None:
-    """Ready, fetched from disk, or being filled: the slot is given back, and what comes next is not
-    taken for the disk's."""
+def test_an_invalidated_block_is_in_no_tier() -> None:
+    """A block that is ready, was fetched from disk or is being filled: its host block is released,
+    and the next content of the host block does not count as unverified."""
     tiers, tokens = TierIndex(3, SIZE, 2**20, has_disk=True), array("i", [1, 2, 3, 4])
-    scheduler, _, tickets = asked(FakeDisk(slowest=1))
+    scheduler, _, fetch_ids = restarted_with_fetches(FakeDisk(slowest=1))
     assert scheduler.tiers is not None
-    scheduler.commit(Plan(99), fetched(tickets[0]))
+    scheduler.commit(Plan(99), fetched(fetch_ids[0]))
     scheduler.tiers.invalidate(list(scheduler.tiers.ready))
     scheduler.tiers.check()
     assert not scheduler.tiers.ready and not scheduler.tiers.unverified

@@ -65,7 +65,7 @@ def known_hashes(engine: Engine) -> set[int]:
 @pytest.mark.parametrize("encoding", ["map", "array"])
 def test_a_reader_knows_every_block_of_the_cache(tmp_path: Path, encoding: str) -> None:
     dice = random.Random(encoding)
-    engine = make_engine(24, BLOCK, rows=4, budget=32, depth=2, max_len=80)
+    engine = make_engine(24, BLOCK, slots=4, budget=32, depth=2, max_len=80)
     with publishing(engine, tmp_path, encoding=encoding, topic="kv@pod@model") as (
         publisher,
         reader,
@@ -89,7 +89,7 @@ def test_a_reader_knows_every_block_of_the_cache(tmp_path: Path, encoding: str) 
 
 
 def test_missing_batches_are_replayed(tmp_path: Path) -> None:
-    engine = make_engine(24, BLOCK, rows=4, budget=32, depth=1, max_len=80)
+    engine = make_engine(24, BLOCK, slots=4, budget=32, depth=1, max_len=80)
     with publishing(engine, tmp_path) as (publisher, reader):
         run(engine, publisher, "a", list(range(1, 20)), 4)
         reader.read()
@@ -104,7 +104,7 @@ def test_missing_batches_are_replayed(tmp_path: Path) -> None:
 
 
 def test_a_cleared_cache_and_invalid_blocks_are_removed(tmp_path: Path) -> None:
-    engine = make_engine(24, BLOCK, rows=4, budget=32, depth=1, max_len=80)
+    engine = make_engine(24, BLOCK, slots=4, budget=32, depth=1, max_len=80)
     with publishing(engine, tmp_path) as (publisher, reader):
         run(engine, publisher, "a", list(range(1, 20)), 4)
         reader.read_replay()
@@ -121,7 +121,7 @@ def test_a_cleared_cache_and_invalid_blocks_are_removed(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_a_publisher_builds_no_events(tmp_path: Path) -> None:
-    engine = make_engine(24, BLOCK, rows=4, budget=32, depth=1, max_len=80)
+    engine = make_engine(24, BLOCK, slots=4, budget=32, depth=1, max_len=80)
     kinds = set(engine.events.listeners)
     with publishing(engine, tmp_path):
         assert {kind.__name__ for kind in set(engine.events.listeners) - kinds} == {
@@ -133,7 +133,7 @@ def test_an_engine_without_a_publisher_builds_no_events(tmp_path: Path) -> None:
 
 
 def test_an_endpoint_that_cannot_be_bound_is_named() -> None:
-    engine = make_engine(24, BLOCK, rows=4, budget=32, depth=1, max_len=80)
+    engine = make_engine(24, BLOCK, slots=4, budget=32, depth=1, max_len=80)
     config = KVEventsConfig(endpoint="ipc:///no/such/folder/events")
     with pytest.raises(OctavoError, match="cannot bind .* ipc:///no/such/folder/events"):
         KVPublisher(config, engine.events)

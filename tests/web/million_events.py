@@ -12,7 +12,7 @@ from tests.workloads import make_engine
 
 def record_many(num_events: int) -> bytes:
     """Return a recording of at least this many events."""
-    engine = make_engine(4000, 4, rows=64, budget=512, depth=1, max_len=200)
+    engine = make_engine(4000, 4, slots=64, budget=512, depth=1, max_len=200)
     parts: list[bytes] = []
     stream = EventStream(engine)
     stream.open(lambda lines, is_start: parts.append(lines))

@@ -33,7 +33,7 @@ from octavo.params import SamplingParams
 from octavo.replay_server import ReplayServer
 from octavo.types import Request
 from octavo.web_page import single_file
-from tests.core.stream_mirror import StreamMirror, named
+from tests.core.stream_mirror import StreamMirror, fields_of
 from tests.serve.running import ROOT, Running, server
 from tests.tiny import model_dir
 from tests.web.browser import CHROMIUM, READ_ALL, Watched, chromium
@@ -118,10 +118,10 @@ def names_of(recording: bytes) -> dict[int, str]:
     names: dict[int, str] = {}
     for line in map(json.loads, recording.splitlines()):
         if line[0] == "arrived":
-            event = named(line)
+            event = fields_of(line)
             names[event["seq"]] = letters(event["name"])
         elif line[0] == "forked":
-            event = named(line)
+            event = fields_of(line)
             names[event["seq"]] = f"{names[event['parent']].partition('.')[0]}.{event['index']}"
     return names
 
@@ -174,7 +174,7 @@ def compare_reasons_and_steps(
     for line in map(json.loads, recording.splitlines()):
         if line[0] == "snapshot" or line[1] > views["number"]:
             continue
-        event = named(line)
+        event = fields_of(line)
         if event["kind"] == "waiting":
             is_of_another = event["reason"] == NOT_ENOUGH_BLOCKS and not event["needed"]
             reasons[names[event["seq"]]] = "" if is_of_another else event["reason"]
@@ -396,13 +396,13 @@ def first_waits(recording: bytes) -> dict[str, list[str]]:
     admitted: dict[str, list[str]] = {}
     for line in map(json.loads, recording.splitlines()):
         if line[0] == "arrived":
-            reasons[named(line)["seq"]] = []
-        elif line[0] == "waiting" and (event := named(line))["seq"] in reasons:
+            reasons[fields_of(line)["seq"]] = []
+        elif line[0] == "waiting" and (event := fields_of(line))["seq"] in reasons:
             is_of_another = event["reason"] == NOT_ENOUGH_BLOCKS and not event["needed"]
             reason = "it was behind other requests" if is_of_another else event["reason"]
             if reason not in reasons[event["seq"]]:
                 reasons[event["seq"]].append(reason)
-        elif line[0] == "admitted" and (seq := named(line)["seq"]) in reasons:
+        elif line[0] == "admitted" and (seq := fields_of(line)["seq"]) in reasons:
             admitted[names[seq]] = reasons.pop(seq)
     return admitted
 
@@ -445,7 +445,7 @@ def record_a_late_prompt() -> tuple[bytes, int]:
     """Return a simulated run in which a second prompt is computed while the first request decodes,
     and the step that computes it. A step takes the longer, the more prompt tokens it computes."""
     clock = VirtualClock()
-    engine = make_engine(64, 4, rows=4, budget=64, depth=1, max_len=200, clock=clock)
+    engine = make_engine(64, 4, slots=4, budget=64, depth=1, max_len=200, clock=clock)
     parts: list[bytes] = []
     stream = EventStream(engine)
     stream.open(lambda lines, is_start: parts.append(lines))
@@ -480,7 +480,7 @@ def test_a_slow_token_is_explained_by_prompts_of_other_requests_alone(browser: B
 
 
 def test_a_request_whose_guide_is_compiled_is_explained(browser: Browser) -> None:
-    engine = make_engine(64, 4, rows=4, budget=64, depth=1)
+    engine = make_engine(64, 4, slots=4, budget=64, depth=1)
     parts: list[bytes] = []
     stream = EventStream(engine)
     stream.open(lambda lines, is_start: parts.append(lines))
@@ -616,7 +616,7 @@ def names_by_engine(recording: bytes) -> list[list[int]]:
         if line[0] == "snapshot":
             engine = line[4]["engine"]
         elif line[0] == "arrived":
-            numbers.setdefault(engine, []).append(named(line)["name"])
+            numbers.setdefault(engine, []).append(fields_of(line)["name"])
     return list(numbers.values())
 
 

@@ -53,7 +53,7 @@ SMALLEST_PAGE = """
 def record_a_full_pool() -> bytes:
     """Return the recording of an engine without a model that uses nearly all of its blocks."""
     clock = VirtualClock()
-    engine = make_engine(NUM_BLOCKS, 4, rows=64, budget=2048, depth=1, max_len=1000, clock=clock)
+    engine = make_engine(NUM_BLOCKS, 4, slots=64, budget=2048, depth=1, max_len=1000, clock=clock)
     parts: list[bytes] = []
     stream = EventStream(engine)
     stream.open(lambda lines, is_start: parts.append(lines))
