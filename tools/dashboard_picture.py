@@ -38,18 +38,18 @@ def query(url: str, expression: str, start: float, end: float) -> list[dict[str,
         expression = expression.replace(name, value)
     fields = urlencode({"query": expression, "start": start, "end": end, "step": 1})
     with urlopen(f"{url}/api/v1/query_range?{fields}", timeout=30) as reply:
-        found: list[dict[str, Any]] = json.load(reply)["data"]["result"]
-    return found
+        series: list[dict[str, Any]] = json.load(reply)["data"]["result"]
+    return series
 
 
 def lines(url: str, panel: dict[str, Any], start: float, end: float) -> Iterator[Series]:
     """Yield the lines of a panel. Times are seconds after `start`."""
     for target in panel["targets"]:
-        for found in query(url, target["expr"], start, end):
+        for series in query(url, target["expr"], start, end):
             name = target["legendFormat"]
-            for label, value in found["metric"].items():
+            for label, value in series["metric"].items():
                 name = name.replace(f"{{{{{label}}}}}", value)
-            values = [(float(when) - start, float(value)) for when, value in found["values"]]
+            values = [(float(when) - start, float(value)) for when, value in series["values"]]
             finite = [(when, value) for when, value in values if math.isfinite(value)]
             if finite:
                 yield Series(name, finite)

@@ -38,24 +38,24 @@ PREEMPTED = "#rows tr:has(.state.preempted), #rows tr:has(.state small:not([hidd
 
 @contextlib.contextmanager
 def demo() -> Iterator[str]:
-    """The address of a running `octavo demo`."""
+    """Run `octavo demo`, and give its address."""
     command = [sys.executable, "-m", "octavo", "demo", "--no-browser"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            found = re.search(r"http://127\.0\.0\.1:\d+/", line)
-            if found:
+            match = re.search(r"http://127\.0\.0\.1:\d+/", line)
+            if match:
                 break
         else:
             raise SystemExit("octavo demo ended without an address")
-        yield found[0]
+        yield match[0]
     finally:
         process.terminate()
         process.wait()
 
 
-def opened(browser: Browser, address: str, width: int, scheme: Any) -> Page:
+def open_page(browser: Browser, address: str, width: int, scheme: Any) -> Page:
     size = {"width": width, "height": SIZES[width]}
     page = browser.new_context(viewport=size, color_scheme=scheme).new_page()  # type: ignore[arg-type]
     page.goto(address)
@@ -77,9 +77,9 @@ class Film:
             height = round(picture.height * MOVING_WIDTH / picture.width)
             self.frames.append(picture.resize((MOVING_WIDTH, height), Image.Resampling.LANCZOS))
 
-    def take_until(self, selector: str, most: int = 60) -> None:
-        """Take frames until the page shows something."""
-        for _ in range(most):
+    def take_until(self, selector: str, max_frames: int = 60) -> None:
+        """Take frames until the page has an element that the selector matches."""
+        for _ in range(max_frames):
             self.take()
             if self.page.locator(selector).count():
                 return
@@ -98,7 +98,7 @@ def press(page: Page, name: str) -> None:
 
 
 def take_moving_picture(browser: Browser, address: str) -> None:
-    page = opened(browser, address, 1440, "light")
+    page = open_page(browser, address, 1440, "light")
     film = Film(page)
     page.wait_for_selector("#rows tr")
     film.take(3)
@@ -121,7 +121,7 @@ def take_moving_picture(browser: Browser, address: str) -> None:
 def take_still_pictures(browser: Browser, address: str) -> None:
     for width in SIZES:
         for scheme in ("light", "dark"):
-            page = opened(browser, address, width, scheme)
+            page = open_page(browser, address, width, scheme)
             press(page, "shared prefix")
             press(page, "long replies")
             page.wait_for_selector(PREEMPTED, timeout=60_000)
@@ -129,7 +129,7 @@ def take_still_pictures(browser: Browser, address: str) -> None:
             page.click("#pause")
             page.locator(PREEMPTED).first.click()
             page.mouse.move(0, 0)
-            page.wait_for_timeout(1200)  # Blocks that were moved have flashed.
+            page.wait_for_timeout(1200)  # The flash of moved blocks is over.
             page.evaluate("scrollTo(0, 0)")
             picture = Image.open(io.BytesIO(page.screenshot(full_page=width < 1440)))
             path = FOLDER / f"watching-{width}-{scheme}.png"

@@ -187,11 +187,11 @@ def claims(results: list[Result]) -> str:
             by_claim.setdefault(line["claim"], line)
     rows = []
     for claim, line in by_claim.items():
-        found = [
+        figures = [
             next((figures_text(each) for each in rows_of(result) if each["claim"] == claim), "")
             for result in results
         ]
-        rows.append([claim, line["really"], line["fair_run"], *found])
+        rows.append([claim, line["really"], line["fair_run"], *figures])
     columns = ["claim", "what it really was", "the fair run", *machines]
     return page_table(columns, rows, results)
 
@@ -267,11 +267,11 @@ def draw(result_file: str) -> str:
 
 def stale_files() -> dict[Path, str]:
     """Return what pages and pictures should contain, for those that differ from it."""
-    wanted = {page: fill(page.read_text(encoding="utf-8")) for page in PAGES}
-    wanted |= {ROOT / picture: draw(result_file) for picture, result_file in PICTURES.items()}
+    expected = {page: fill(page.read_text(encoding="utf-8")) for page in PAGES}
+    expected |= {ROOT / picture: draw(result_file) for picture, result_file in PICTURES.items()}
     return {
         path: text
-        for path, text in wanted.items()
+        for path, text in expected.items()
         if not path.exists() or path.read_text(encoding="utf-8") != text
     }
 
