@@ -1,5 +1,5 @@
-"""Paged batches by hand: what the runner prepares in a real step, for tests that call a model or an
-op directly."""
+"""Paged batches as the runner prepares them in a real step, for tests that call a model or an op
+directly."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from octavo.runner.kvstore import KVStore
 
 
 def scattered_tables(lengths: Sequence[int], block_size: int, seed: int = 0) -> list[list[int]]:
-    """A block table for each sequence, over blocks 1, 2, ... in random order: neighbours are never
-    neighbours in memory."""
+    """Return a block table for each sequence. Blocks 1, 2, ... are in random order, so that adjacent
+    blocks of a sequence are rarely adjacent in memory."""
     widths = [-(-length // block_size) for length in lengths]
     blocks = list(range(1, sum(widths) + 1))
     random.Random(seed).shuffle(blocks)
@@ -31,12 +31,12 @@ def empty_kv(
     device: str,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """[N, layers, 2, Hk, B, D] with a NaN in every slot: what is read without having been written
-    shows."""
+    """Return [N, layers, 2, Hk, B, D] with NaN in every entry: a read of an entry that was never
+    written gives NaN."""
     blocks = 1 + max(map(max, tables))
     if dtype in LARGEST:
         store = KVStore(config, CacheConfig(block_size, blocks - 1), dtype, torch.device(device))
-        store.tensor[1:] = 255  # a float32 of such bytes is NaN: so is every scale
+        store.tensor[1:] = 255  # a float32 of such bytes is NaN, so every scale is NaN
         return store.view
     shape = (blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
     kv = torch.full(shape, float("nan"), dtype=dtype, device=device)
@@ -51,28 +51,30 @@ def make_batch(
     device: str,
     slack: int = 0,
 ) -> ForwardBatch:
-    """One item a chunk (token ids, first position), each with its table. Logits are wanted of every
-    token. `slack` is added to what the host believes of the lengths, as happens with steps in
-    flight."""
-    ids, positions, slots, spans, starts = [], [], [], [], [0]
+    """Return a batch with an item for each chunk (token ids, first position) and its block table.
+    Logits are computed for every token. `slack` is added to the host's upper bounds of the lengths,
+    as with steps in flight."""
+    ids, positions, kv_indices, spans, starts = [], [], [], [], [0]
     for (tokens, start), table in zip(chunks, tables, strict=True):
-        where = range(start, start + len(tokens))
+        chunk_positions = range(start, start + len(tokens))
         spans.append(
             Span(
                 first=len(ids),
                 num=len(tokens),
-                end=min(where.stop + slack, len(table) * block_size),
+                end=min(chunk_positions.stop + slack, len(table) * block_size),
             )
         )
         ids += tokens
-        positions += where
-        slots += [table[p // block_size] * block_size + p % block_size for p in where]
+        positions += chunk_positions
+        kv_indices += [
+            table[p // block_size] * block_size + p % block_size for p in chunk_positions
+        ]
         starts.append(len(ids))
     width = max(map(len, tables))
     return ForwardBatch(
         ids=torch.tensor(ids, device=device),
         positions=torch.tensor(positions, device=device),
-        kv_indices=torch.tensor(slots, device=device),
+        kv_indices=torch.tensor(kv_indices, device=device),
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(
             [start + len(tokens) for tokens, start in chunks], dtype=torch.int32, device=device

@@ -1,8 +1,8 @@
-"""What every test runs under: one thread a worker, no downloads, no time limits that a busy machine
-would break.
+"""The environment of every test: one thread per worker, no downloads, no time limits that a busy
+machine would break.
 
-Imports nothing but pytest, tests.parts and the standard library, because the GPU reference machine has little
-more.
+This file imports nothing but pytest, tests.parts and the standard library, because the GPU
+reference machine has little more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEVICE = os.environ.get("OCTAVO_TEST_DEVICE", "cpu")
 # Read by libraries when they are first imported, hence set here and for the processes that tests
 # start.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
-    # `make test` runs one worker a core: more threads only get in each other's way
+    # `make test` runs one worker per core, and more threads would only slow them down.
     os.environ.setdefault(variable, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,7 +37,7 @@ if importlib.util.find_spec("hypothesis"):
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where tensors live in this run: "cpu", or what OCTAVO_TEST_DEVICE says."""
+    """Return the device of this run: "cpu", or the value of OCTAVO_TEST_DEVICE."""
     return DEVICE
 
 
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(parts.Recorder())
 
 
-@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+@pytest.hookimpl(trylast=True)  # after -m and -k have deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     parts.keep_part(config, items)
     if DEVICE == "cpu":

@@ -29,18 +29,16 @@ class _Socket:
 
 
 def read_replies(data: bytes) -> list[Reply]:
-    """All replies in these bytes. Raises HTTPException unless the bytes are whole replies and
-    nothing else.
-
-    What follows a reply 101 belongs to another protocol and is not read."""
-    found = []
+    """Return all replies in these bytes. Raise HTTPException unless the bytes are whole replies and
+    nothing else. Bytes after a reply 101 belong to another protocol and are not read."""
+    replies = []
     file = _KeptOpen(data)
     while file.tell() < len(data):
         reply = http.client.HTTPResponse(_Socket(file))  # type: ignore[arg-type]
         reply.begin()
         body = reply.read()
         headers = {name.lower(): value for name, value in reply.getheaders()}
-        found.append(Reply(reply.status, headers, body))
+        replies.append(Reply(reply.status, headers, body))
         if reply.status == http.client.SWITCHING_PROTOCOLS:
             break
-    return found
+    return replies

@@ -11,7 +11,9 @@ import pytest
 def slow_after(count: int, values: Iterable[Any]) -> list[Any]:
     """Return the values of a parameter. `make test` runs the first `count` of them, and
     `make test-slow` runs the others."""
-    found = []
+    values_with_marks = []
     for index, value in enumerate(values):
-        found.append(value if index < count else pytest.param(value, marks=pytest.mark.slow))
-    return found
+        values_with_marks.append(
+            value if index < count else pytest.param(value, marks=pytest.mark.slow)
+        )
+    return values_with_marks

@@ -31,8 +31,8 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def split(cases: Mapping[str, int], seconds: Mapping[str, float], count: int) -> list[set[str]]:
-    """Divide functions, which have so many cases each, into parts. The longest come first, and
-    each goes to the part that has the least to do."""
+    """Divide functions, whose numbers of cases are given, into parts. The longest come first, and
+    each goes to the part with the shortest time."""
     times = {name: seconds.get(name, CASE_SECONDS * cases[name]) for name in cases}
     parts: list[set[str]] = [set() for _ in range(count)]
     totals = [0.0] * count
@@ -57,7 +57,7 @@ class Recorder:
         self.seconds[function_of(report.nodeid)] += report.duration  # type: ignore[assignment]
 
     def pytest_sessionfinish(self) -> None:
-        known = read_table() | {name: round(taken, 1) for name, taken in self.seconds.items()}
+        known = read_table() | {name: round(seconds, 1) for name, seconds in self.seconds.items()}
         TABLE.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
 
 

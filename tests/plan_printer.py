@@ -1,5 +1,4 @@
-"""Prints plans step by step, for the examples in docs/: what each step does, and what it
-returns."""
+"""Prints plans step by step for the examples in docs/: what each step computes and returns."""
 
 from __future__ import annotations
 

@@ -28,12 +28,12 @@ def random_schema(g: random.Random, depth: int = 2) -> dict[str, Any]:
             "additionalProperties": False,
         }
     if kind == "array":
-        least = g.randrange(0, 2)
+        min_items = g.randrange(0, 2)
         return {
             "type": "array",
             "items": random_schema(g, depth - 1),
-            "minItems": least,
-            "maxItems": least + g.randrange(0, 3),
+            "minItems": min_items,
+            "maxItems": min_items + g.randrange(0, 3),
         }
     if kind == "anyOf":
         return {"anyOf": [random_schema(g, depth - 1) for _ in range(2)]}
@@ -51,18 +51,18 @@ def random_schema(g: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def valid(schema: dict[str, Any], value: Any) -> bool:
-    """For the schemas above."""
+    """Return whether a value is valid under one of the schemas above."""
     if "anyOf" in schema:
-        return any(valid(one, value) for one in schema["anyOf"])
+        return any(valid(option, value) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return value in schema.get("enum", [schema.get("const")])
     kind = schema["type"]
     if kind == "object":
-        known = schema["properties"]
+        properties = schema["properties"]
         return (
             isinstance(value, dict)
-            and set(schema["required"]) <= set(value) <= set(known)
-            and all(valid(known[name], part) for name, part in value.items())
+            and set(schema["required"]) <= set(value) <= set(properties)
+            and all(valid(properties[name], part) for name, part in value.items())
         )
     if kind == "array":
         fits = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]

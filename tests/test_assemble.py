@@ -60,14 +60,14 @@ def test_a_policy_that_preempts_has_one_step_in_flight(policy: str, depth: int) 
     assert resolved(scheduling_policy=policy, depth=3).schedule.depth == 3
 
 
-def test_the_pool_takes_what_weights_activations_and_reserve_leave() -> None:
-    found = resolved(max_num_seqs=10_000)
+def test_the_pool_gets_the_memory_that_weights_activations_and_reserve_leave() -> None:
+    plain = resolved(max_num_seqs=10_000)
     used = GPU.total - GPU.free
-    left = int(0.9 * GPU.total) - used - found.memory.activations
-    assert 0 <= left - found.memory.kv < found.memory.block_bytes
+    available = int(0.9 * GPU.total) - used - plain.memory.activations
+    assert 0 <= available - plain.memory.kv < plain.memory.block_bytes
     offloads = resolved(max_num_seqs=10_000, swap_space=8)
-    lost = found.memory.kv - offloads.memory.kv
-    assert abs(lost - STAGING["cuda"]) < found.memory.block_bytes
+    staging = plain.memory.kv - offloads.memory.kv
+    assert abs(staging - STAGING["cuda"]) < plain.memory.block_bytes
     assert offloads.memory.host == offloads.cache.host_blocks * offloads.cache.block_bytes
 
 
@@ -97,9 +97,9 @@ def test_bounded_kv_needs_keys_that_can_be_moved() -> None:
 
 def test_on_a_cpu_the_pool_and_the_host_tier_share_the_memory() -> None:
     pool = resolved(CPU).memory.kv
-    most = (CPU.host_free - pool) / GIB
-    assert resolved(CPU, swap_space=most - 0.1).memory.host > 0
+    largest = (CPU.host_free - pool) / GIB
+    assert resolved(CPU, swap_space=largest - 0.1).memory.host > 0
     with pytest.raises(NotEnoughMemory, match="GiB of memory that are left"):
-        resolved(CPU, swap_space=most + 0.1)
+        resolved(CPU, swap_space=largest + 0.1)
     with pytest.raises(NotEnoughMemory, match="--num-blocks"):
         resolved(CPU, num_gpu_blocks_override=10**8)

@@ -16,7 +16,7 @@ from octavo.outputs import RequestOutput
 from tests import tiny
 
 PROMPTS = [[5, 6, 7], [200, 3, 3, 90, 17, 8, 250, 41, 41, 9, 10], list(range(40, 73)), [77]]
-# Of 300 tokens ends of text are rarely among the best: more of them make them so.
+# One end of text among 300 tokens is rarely among the best. With so many stop tokens, some are.
 STOPS = list(range(0, 250, 7))
 
 
@@ -37,16 +37,16 @@ def transformers_beams(architecture: str, prompt: tuple[int, ...], stops: bool, 
                        early: bool | str) -> list[tuple[float, list[int]]]:  # fmt: skip
     ids = torch.tensor([prompt])
     ends = [tiny.EOS, *STOPS] if stops else None
-    found = tiny.hf_model(architecture).generate(
+    result = tiny.hf_model(architecture).generate(
         ids, attention_mask=torch.ones_like(ids), num_beams=width, num_return_sequences=width, max_new_tokens=length,
         length_penalty=penalty, early_stopping=early, do_sample=False, eos_token_id=ends, pad_token_id=299,
         return_dict_in_generate=True, output_scores=True,
     )  # fmt: skip
-    lengths = (found.beam_indices >= 0).sum(1).tolist()
-    rows = found.sequences[:, len(prompt) :].tolist()
+    lengths = (result.beam_indices >= 0).sum(1).tolist()
+    rows = result.sequences[:, len(prompt) :].tolist()
     return [
         (score, row[:n])
-        for score, row, n in zip(found.sequences_scores.tolist(), rows, lengths, strict=True)
+        for score, row, n in zip(result.sequences_scores.tolist(), rows, lengths, strict=True)
     ]
 
 
@@ -60,16 +60,16 @@ def search(
 def compare(output: RequestOutput, architecture: str, prompt: list[int], *settings: Any) -> None:
     want = transformers_beams(architecture, tuple(prompt), *settings)
     assert len(output.outputs) == len(want) and output.finished
-    for (score, tokens), found in zip(want, output.outputs, strict=True):
-        assert found.token_ids == tokens, (settings, found.token_ids, tokens)
-        assert found.cumulative_logprob is not None and found.logprobs is not None
-        assert found.cumulative_logprob / len(tokens) ** settings[3] == pytest.approx(
+    for (score, tokens), completion in zip(want, output.outputs, strict=True):
+        assert completion.token_ids == tokens, (settings, completion.token_ids, tokens)
+        assert completion.cumulative_logprob is not None and completion.logprobs is not None
+        assert completion.cumulative_logprob / len(tokens) ** settings[3] == pytest.approx(
             score, abs=1e-4
         )
         assert sum(
-            at[t].logprob for at, t in zip(found.logprobs, tokens, strict=True)
-        ) == pytest.approx(found.cumulative_logprob)
-        assert found.finish_reason == (
+            logprobs[t].logprob for logprobs, t in zip(completion.logprobs, tokens, strict=True)
+        ) == pytest.approx(completion.cumulative_logprob)
+        assert completion.finish_reason == (
             "stop" if settings[0] and tokens[-1] in [tiny.EOS, *STOPS] else "length"
         )
 
@@ -83,7 +83,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_alone_it_equals_transformers(settings: tuple[Any, ...]) -> None:
+def test_a_search_alone_equals_transformers(settings: tuple[Any, ...]) -> None:
     for prompt in PROMPTS[:2]:
         (output,) = llm().generate([prompt], search(*settings), use_tqdm=False)
         compare(output, "llama", prompt, *settings)
@@ -91,7 +91,7 @@ def test_alone_it_equals_transformers(settings: tuple[Any, ...]) -> None:
 
 @pytest.mark.parity
 @pytest.mark.parametrize("architecture", [a for a in tiny.ARCHITECTURES if a != "llama"])
-def test_of_every_architecture(architecture: str) -> None:
+def test_every_architecture_equals_transformers(architecture: str) -> None:
     settings = (True, 4, 10, 1.0, False)
     (output,) = llm(architecture).generate([PROMPTS[1]], search(*settings), use_tqdm=False)
     compare(output, architecture, PROMPTS[1], *settings)
@@ -102,7 +102,7 @@ BATCHES = {
     "depth 2": {"depth": 2},
     "depth 3, chunks of 8": {"depth": 3, "max_num_batched_tokens": 8, "max_num_seqs": 8},
     "no prefix cache": {"enable_prefix_caching": False, "depth": 2},
-    "fewer rows than beams": {"max_num_seqs": 3, "depth": 2},
+    "fewer slots than beams": {"max_num_seqs": 3, "depth": 2},
     "a pool for one or two": {"num_gpu_blocks_override": 20, "max_model_len": 60, "depth": 3},
     "the same, no prefix cache": {
         "num_gpu_blocks_override": 20,
@@ -119,7 +119,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("options", BATCHES.values(), ids=list(BATCHES))
-def test_in_a_batch_with_others_it_equals_transformers(options: dict[str, Any]) -> None:
+def test_a_search_in_a_batch_equals_transformers(options: dict[str, Any]) -> None:
     g = random.Random(repr(options))
     engine, chosen = llm(**options), g.sample(SETTINGS, 6)
     drawn = SamplingParams(
@@ -132,9 +132,9 @@ def test_in_a_batch_with_others_it_equals_transformers(options: dict[str, Any]) 
         for i, p in ((0, drawn), (1, greedy), (2, several))
     ]
     prompts = [g.choice(PROMPTS) for _ in chosen]
-    asked = [search(*s) for s in chosen]
+    searches = [search(*s) for s in chosen]
     outputs = engine.generate([PROMPTS[0], *prompts[:3], PROMPTS[1], *prompts[3:], PROMPTS[2]],
-                              [drawn, *asked[:3], greedy, *asked[3:], several], use_tqdm=False)  # fmt: skip
+                              [drawn, *searches[:3], greedy, *searches[3:], several], use_tqdm=False)  # fmt: skip
     others = [outputs.pop(i) for i in (0, 3, -1)]
     for prompt, settings, output in zip(prompts, chosen, outputs, strict=True):
         compare(output, "llama", prompt, *settings)
@@ -165,19 +165,19 @@ def test_beam_search_gives_vllms_shape() -> None:
     first, second = llm().beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=6))
     assert len(first.sequences) == len(second.sequences) == 3
     want = transformers_beams("llama", tuple(PROMPTS[0]), False, 3, 6, 1.0, False)
-    for (score, tokens), found in zip(want, second.sequences, strict=True):
+    for (score, tokens), beam in zip(want, second.sequences, strict=True):
         assert (
-            found.tokens == PROMPTS[0] + tokens
-            and found.finish_reason == "length"
-            and len(found.logprobs) == 6
+            beam.tokens == PROMPTS[0] + tokens
+            and beam.finish_reason == "length"
+            and len(beam.logprobs) == 6
         )
-        assert found.cum_logprob / 6 == pytest.approx(score, abs=1e-4)
+        assert beam.cum_logprob / 6 == pytest.approx(score, abs=1e-4)
     assert all(s.text and s.text.startswith("Hello") for s in first.sequences)
 
 
 @pytest.mark.parametrize("shown", [False, True])
 def test_the_end_of_a_text_is_among_its_tokens_on_demand(shown: bool) -> None:
-    """A model of which every second token is the end."""
+    """Every second token of the model is an end of text."""
     engine = llm()
     ends = engine.engine.scheduler.eos_ids
     try:
@@ -217,9 +217,9 @@ def test_logprobs_and_prompt_logprobs_come_with_beams() -> None:
         logits = tiny.hf_logits("llama", ids).log_softmax(-1)
         for k, at in enumerate(completion.logprobs):
             row = logits[len(PROMPTS[1]) + k - 1]
-            for token, found in at.items():
-                assert found.logprob == pytest.approx(float(row[token]), abs=1e-4)
-                assert found.rank == int((row > row[token]).sum()) + 1
+            for token, entry in at.items():
+                assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+                assert entry.rank == int((row > row[token]).sum()) + 1
 
 
 @pytest.mark.parametrize("penalty", [1.0, -1.0])
@@ -242,7 +242,7 @@ def test_the_prompt_is_computed_once_and_shared() -> None:
         [list(range(100, 140))], search(False, 5, 6, 1.0, False), use_tqdm=False
     )
     assert count.computed_tokens - before == 40 + 5 * 5, (
-        "40 of the prompt, and 5 beams of 5 tokens: the last is not computed"
+        "40 of the prompt, and 5 of the 6 tokens of 5 beams: the last token is not computed"
     )
     assert (
         count.copies > copies and count.preemptions == preemptions and output.num_cached_tokens == 0
@@ -273,7 +273,7 @@ def test_best_of_gives_the_likeliest_by_token_best_first() -> None:
     )
 
 
-def test_as_many_as_asked_for_is_nothing_to_choose_from() -> None:
+def test_best_of_equal_to_n_chooses_nothing() -> None:
     params: dict[str, Any] = dict(seed=7, max_tokens=6, detokenize=False)
     one, other = (
         llm().generate([PROMPTS[0]], SamplingParams(n=3, best_of=b, **params), use_tqdm=False)[0]
@@ -321,14 +321,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused(name: str) -> None:
+def test_inconsistent_parameters_are_refused(name: str) -> None:
     fields, param, code = REFUSED[name]
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**fields)
     assert (caught.value.param, caught.value.code) == (param, code)
 
 
-def test_what_is_ranked_cannot_be_streamed() -> None:
+def test_ranked_completions_cannot_be_streamed() -> None:
     for params in (SamplingParams(best_of=2), SamplingParams(use_beam_search=True, n=2)):
         with pytest.raises(InvalidRequest, match="streamed"):
             llm().stream(PROMPTS[0], params)

@@ -31,8 +31,10 @@ def collect(
 
 
 @pytest.mark.parametrize("reason, include", [("length", False), ("stop", False), ("stop", True)])
-def test_later_is_the_same_as_as_it_comes(tokenizer: Tokenizer, reason: str, include: bool) -> None:
-    ids = tokenizer.encode(TEXT)  # a byte each: characters come in pieces
+def test_text_made_at_the_end_equals_streamed_text(
+    tokenizer: Tokenizer, reason: str, include: bool
+) -> None:
+    ids = tokenizer.encode(TEXT)  # one token per byte, so characters are split
     whole = collect(tokenizer, ids, False, reason, include_stop_str_in_output=include)
     followed = collect(tokenizer, ids, True, reason, include_stop_str_in_output=include)
     assert whole.completions[0].token_ids == followed.completions[0].token_ids == ids
@@ -55,5 +57,5 @@ def test_later_is_the_same_as_as_it_comes(tokenizer: Tokenizer, reason: str, inc
 def test_a_stop_string_is_found_in_a_reply_that_is_not_streamed(tokenizer: Tokenizer) -> None:
     request = Request("r", [1], SamplingParams(max_tokens=99, stop=["and"]))
     collector = Collector(request, None, tokenizer)
-    met = [collector.add(Output("r", 0, [id])) for id in tokenizer.encode("this and that")[:8]]
-    assert met == [False] * 7 + [True] and collector.completions[0].text == "this "
+    stops = [collector.add(Output("r", 0, [id])) for id in tokenizer.encode("this and that")[:8]]
+    assert stops == [False] * 7 + [True] and collector.completions[0].text == "this "

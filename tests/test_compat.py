@@ -53,9 +53,9 @@ def greedy(**more: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_name_of_a_module_exists(module: str) -> None:
-    found = importlib.import_module(module)
+    imported = importlib.import_module(module)
     for name in MODULES[module]:
-        assert getattr(found, name) is not None
+        assert getattr(imported, name) is not None
     with pytest.raises(ImportError, match="Nothing"):
         exec(f"from {module} import Nothing")
 
@@ -72,14 +72,14 @@ def test_a_module_that_is_not_supported_says_why() -> None:
 
 @pytest.mark.parametrize(("program", "command"), PROGRAMS.items())
 def test_programs_of_vllm_run_commands_of_octavo(program: str, command: str) -> None:
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", program, "--no-such-option"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert found.returncode == 2
-    assert f"octavo {command}" in found.stderr and "No such option" in found.stderr
+    assert process.returncode == 2
+    assert f"octavo {command}" in process.stderr and "No such option" in process.stderr
 
 
 def test_methods_that_are_not_supported_are_refused_by_name(llm: LLM) -> None:
@@ -136,22 +136,26 @@ def test_hf_overrides_replace_fields_of_the_config() -> None:
 def test_metrics_count_what_was_generated(llm: LLM) -> None:
     before = {m.name: m for m in llm.get_metrics()}["vllm:generation_tokens"]
     llm.generate([[1, 2, 3], [4, 5]], greedy(), use_tqdm=False)
-    found = {metric.name: metric for metric in llm.get_metrics()}
-    after = found["vllm:generation_tokens"]
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    after = metrics["vllm:generation_tokens"]
     assert isinstance(before, Counter) and isinstance(after, Counter)
     assert after.value - before.value == 12
-    latency = found["vllm:e2e_request_latency_seconds"]
+    latency = metrics["vllm:e2e_request_latency_seconds"]
     assert isinstance(latency, HistogramMetric) and latency.count == latency.buckets["+Inf"] >= 2
-    assert isinstance(found["vllm:kv_cache_usage_perc"], Gauge)
+    assert isinstance(metrics["vllm:kv_cache_usage_perc"], Gauge)
 
 
 def test_metrics_of_speculative_decoding_count_drafts() -> None:
     drafting = LLM(progress=False, **options(speculative_config="ngram,k=2,adaptive=no"))
     drafting.generate([[7, 8, 9] * 8], SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
-    found = {metric.name: metric for metric in drafting.get_metrics()}
-    drafted = found["vllm:spec_decode_num_draft_tokens"]
-    places = found["vllm:spec_decode_num_accepted_tokens_per_pos"]
-    assert isinstance(drafted, Counter) and isinstance(places, Vector) and len(places.values) == 2
+    metrics = {metric.name: metric for metric in drafting.get_metrics()}
+    drafted = metrics["vllm:spec_decode_num_draft_tokens"]
+    accepted_per_position = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert (
+        isinstance(drafted, Counter)
+        and isinstance(accepted_per_position, Vector)
+        and len(accepted_per_position.values) == 2
+    )
 
 
 def test_a_profile_is_written_to_the_directory(tmp_path: Path) -> None:
@@ -222,8 +226,8 @@ def test_logits_processors_of_the_engine_change_the_requests_that_ask(llm: LLM) 
     changed = LLM(progress=False, **options(logits_processors=[OnlyTarget]))
     params = [greedy(extra_args={"target": 7}), greedy(), greedy(extra_args={"target": 9})]
     outputs = changed.generate(prompts, params, use_tqdm=False)
-    found = [output.outputs[0].token_ids for output in outputs]
-    assert found == [[7] * 6, plain[1], [9] * 6]
+    replies = [output.outputs[0].token_ids for output in outputs]
+    assert replies == [[7] * 6, plain[1], [9] * 6]
     again = changed.generate(prompts, greedy(), use_tqdm=False)  # The slots are used again.
     assert [output.outputs[0].token_ids for output in again] == plain
     with pytest.raises(InvalidRequest, match="target must be a token"):

@@ -104,13 +104,13 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     """Prompts of random lengths, of which some begin with the same tokens."""
     generator = random.Random(seed)
     shared = [generator.randrange(3, VOCABULARY) for _ in range(LONGEST // 2)]
-    found = []
+    prompts = []
     for _ in range(count):
-        own = [
+        suffix = [
             generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, LONGEST // 2))
         ]
-        found.append(shared[: generator.choice([0, 0, LONGEST // 3, LONGEST // 2])] + own)
-    return found
+        prompts.append(shared[: generator.choice([0, 0, LONGEST // 3, LONGEST // 2])] + suffix)
+    return prompts
 
 
 # ---- logits of a model ---------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Sequences:
         """Return the logits of all positions of each sequence. Each step is a batch of chunks."""
         dtype = self.model.kv_dtype
         kv = empty_kv(self.model.config, self.tables, self.block_size, DEVICE, dtype)
-        found: list[list[Tensor]] = [[] for _ in self.tokens]
+        chunks: list[list[Tensor]] = [[] for _ in self.tokens]
         for step in steps:
             batch = make_batch(
                 [(self.tokens[seq][first:end], first) for seq, first, end in step],
@@ -143,8 +143,8 @@ class Sequences:
             logits = self.model.logits(self.model(batch, kv))
             parts = logits.split([end - first for _, first, end in step])
             for (seq, _, _), rows in zip(step, parts, strict=True):
-                found[seq].append(rows.clone())
-        return [torch.cat(parts) for parts in found]
+                chunks[seq].append(rows.clone())
+        return [torch.cat(parts) for parts in chunks]
 
 
 def random_steps(lengths: list[int], sizes: list[int], seed: int) -> list[list[Chunk]]:
@@ -256,13 +256,13 @@ def alone() -> dict[str, tuple[LLM, list[Reply]]]:
 
 
 def replies_alone(
-    architecture: str, known: dict[str, tuple[LLM, list[Reply]]]
+    architecture: str, cached: dict[str, tuple[LLM, list[Reply]]]
 ) -> tuple[LLM, list[Reply]]:
-    if architecture not in known:
+    if architecture not in cached:
         llm = make(architecture)
         outputs = llm.generate(prompts(NUM_PROMPTS), params(NUM_PROMPTS), use_tqdm=False)
-        known[architecture] = (llm, replies(outputs))
-    return known[architecture]
+        cached[architecture] = (llm, replies(outputs))
+    return cached[architecture]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

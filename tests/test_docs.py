@@ -39,23 +39,23 @@ MODULE = re.compile(r"`(?P<name>(?:octavo|tests)(?:\.\w+)+)(?:\(\))?`")
 
 
 class Block(NamedTuple):
-    kind: str  # what stands after the three backticks
+    kind: str  # the word after the three backticks
     body: str
-    fence: int  # where the page has the opening fence,
-    start: int  # the body,
-    end: int  # its end,
-    next: int  # and what follows the closing fence
+    fence: int  # index of the opening fence in the page
+    start: int  # index of the body
+    end: int  # index of the end of the body
+    next: int  # index after the closing fence
 
 
 def blocks(text: str) -> Iterator[Block]:
-    for found in FENCED.finditer(text):
+    for match in FENCED.finditer(text):
         yield Block(
-            found["kind"].strip(),
-            found["body"],
-            found.start(),
-            found.start("body"),
-            found.end("body"),
-            found.end(),
+            match["kind"].strip(),
+            match["body"],
+            match.start(),
+            match.start("body"),
+            match.end("body"),
+            match.end(),
         )
 
 
@@ -68,12 +68,11 @@ def lines_of(text: str) -> list[str]:
 
 
 def run(page: Path, namespace: dict[str, object]) -> str:
-    """Run the page's blocks, and return the page with what they print in place of what it says they
-    print."""
+    """Run the page's code, and return the page with the real output in place of its output blocks."""
     text = page.read_text(encoding="utf-8")
-    found: list[Block] = list(blocks(text))
+    page_blocks = list(blocks(text))
     printed, at = [], 0
-    for i, block in enumerate(found):
+    for i, block in enumerate(page_blocks):
         if block.kind != "python":
             continue
         lines = text.count("\n", 0, block.start)
@@ -83,8 +82,8 @@ def run(page: Path, namespace: dict[str, object]) -> str:
             continue
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(code, namespace)
-        if i + 1 < len(found) and found[i + 1].kind == "output":
-            after = found[i + 1]
+        if i + 1 < len(page_blocks) and page_blocks[i + 1].kind == "output":
+            after = page_blocks[i + 1]
             assert not text[block.next : after.fence].strip(), (
                 f"{page}: words between code and its output"
             )
@@ -140,8 +139,8 @@ def test_blocks_are_closed_and_outputs_follow_code(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_links_lead_to_files_and_headings(name: str) -> None:
     page = ROOT / name
-    for found in LINK.finditer(prose(page.read_text())):
-        target, _, heading = found["target"].partition("#")
+    for match in LINK.finditer(prose(page.read_text())):
+        target, _, heading = match["target"].partition("#")
         if re.match(r"[a-z]+:", target):
             continue
         path = (page.parent / target).resolve() if target else page
@@ -150,7 +149,7 @@ def test_links_lead_to_files_and_headings(name: str) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What links can name: headings in lower case, words joined by dashes, punctuation left out."""
+    """Return the anchors of the headings: lower case, dashes between words, no punctuation."""
     headings = re.findall(r"^#+ (.*)$", prose(page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -158,8 +157,8 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_files_and_modules_that_are_named_exist(name: str) -> None:
     text = prose((ROOT / name).read_text())
-    lost = [found["path"] for found in FILE.finditer(text) if not (ROOT / found["path"]).exists()]
-    lost += [found["name"] for found in MODULE.finditer(text) if not importable(found["name"])]
+    lost = [match["path"] for match in FILE.finditer(text) if not (ROOT / match["path"]).exists()]
+    lost += [match["name"] for match in MODULE.finditer(text) if not importable(match["name"])]
     assert lost == []
 
 
@@ -168,9 +167,9 @@ PYTHON_FILE = re.compile(r"(?P<path>[\w/]+\.py)(?P<names>(?::\w+(?:\.\w+)?)?)")
 
 def test_the_steps_of_a_request_name_files_and_code_that_exist() -> None:
     (diagram,) = blocks((ROOT / "docs" / "request.md").read_text())
-    found = list(PYTHON_FILE.finditer(diagram.body))
-    assert len(found) > 15
-    for place in found:
+    places = list(PYTHON_FILE.finditer(diagram.body))
+    assert len(places) > 15
+    for place in places:
         path = ROOT / "octavo" / place["path"]
         assert path.exists(), place[0]
         module = ast.parse(path.read_text(encoding="utf-8"))
@@ -197,7 +196,7 @@ def test_the_packages_of_the_server_name_files_that_exist() -> None:
 
 
 def importable(name: str) -> bool:
-    """A module, or a name in one, or an attribute of that."""
+    """Return whether this is a module, a name in a module, or an attribute of such a name."""
     parts = name.split(".")
     for n in range(len(parts), 0, -1):
         try:
@@ -216,8 +215,8 @@ def test_every_page_is_reached_from_the_index_and_every_decision_from_their_list
     for folder in (ROOT / "docs", ROOT / "docs" / "decisions"):
         index = folder / ("index.md" if folder.name == "docs" else "README.md")
         linked = {
-            (folder / found["target"].partition("#")[0]).resolve()
-            for found in LINK.finditer(index.read_text())
+            (folder / match["target"].partition("#")[0]).resolve()
+            for match in LINK.finditer(index.read_text())
         }
         assert {page.name for page in folder.glob("*.md") if page != index} <= {
             page.name for page in linked
@@ -247,7 +246,7 @@ def reading_path() -> tuple[list[str], list[str]]:
     """Return the files that docs/core.md tells its readers to read, and those to take on trust."""
     section = (ROOT / "docs" / "core.md").read_text().split("## The files to read")[1]
     tables = re.split(r"^\|[-|]+\|$", section.split("\n## ")[0], flags=re.MULTILINE)[1:]
-    path, trusted = ([found["path"] for found in FILE.finditer(table)] for table in tables)
+    path, trusted = ([match["path"] for match in FILE.finditer(table)] for table in tables)
     return path, trusted
 
 
@@ -261,7 +260,7 @@ def test_the_reading_path_of_the_core_is_as_short_as_the_pages_say() -> None:
         stated = re.findall(r"fewer than ([\d,]+)\s+lines", text)
         assert stated == [f"{hundreds:,}"], f"{page}: the reading path has {lines:,} lines"
     index = (ROOT / "docs" / "index.md").read_text().split("Its reading path is ")[1]
-    assert [found["path"] for found in FILE.finditer(index.split("\n\n")[0])] == path
+    assert [match["path"] for match in FILE.finditer(index.split("\n\n")[0])] == path
 
 
 def test_the_reading_path_of_the_core_is_complete() -> None:

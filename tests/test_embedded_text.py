@@ -59,9 +59,9 @@ def test_greedy_answers_equal_transformers(theirs: Any, questions: list[str]) ->
 
 def test_it_answers_in_english() -> None:
     llm = LLM(progress=False, max_num_seqs=2, max_model_len=256)
-    ask = "What is the opposite of hot?"
+    question = "What is the opposite of hot?"
     answer = llm.chat(
-        [{"role": "user", "content": ask}],
+        [{"role": "user", "content": question}],
         SamplingParams(temperature=0, max_tokens=24),
         use_tqdm=False,
     )

@@ -86,7 +86,7 @@ def test_options_cannot_be_changed_and_copies_are_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"tokenizer": 3}, "tokenizer must be a path, got 3"),
         ({"max_num_seqs": None}, "max_num_seqs must be an integer of at least 1, got None"),
@@ -97,8 +97,8 @@ def test_options_cannot_be_changed_and_copies_are_checked() -> None:
         ({"enable_prefix_caching": False, "kv_disk_path": "x"}, "leave it enabled"),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(InvalidRequest, match=says) as caught:
+def test_invalid_values_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
         EngineOptions(**options)
     assert caught.value.param in {*options, "swap_space"}
 
@@ -120,11 +120,11 @@ def test_a_switch_of_vllm_turns_on_the_option_that_octavo_has_for_it() -> None:
         assert (
             from_keywords({name: other.default}) == from_keywords({name: None}) == EngineOptions()
         )
-        asked = EngineOptions(**{other.option: True})
-        assert from_keywords({name: not other.default}) == asked
+        expected = EngineOptions(**{other.option: True})
+        assert from_keywords({name: not other.default}) == expected
         # EngineArgs passes Octavo's own option too, with its default.
-        assert from_keywords({name: not other.default, other.option: False}) == asked
-        assert from_keywords({name: other.default, other.option: True}) == asked
+        assert from_keywords({name: not other.default, other.option: False}) == expected
+        assert from_keywords({name: other.default, other.option: True}) == expected
 
 
 def test_marks_of_reasoning_are_accepted_if_they_are_the_usual_ones() -> None:

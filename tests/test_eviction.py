@@ -1,5 +1,5 @@
-"""Bounded KV with real models: what a sequence says equals a naive loop that keeps the same tokens,
-at the same positions."""
+"""Bounded KV with real models: the generated tokens equal those of a naive loop that keeps the same
+tokens at the same positions."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def greedy(tokens: int, **more: Any) -> SamplingParams:
     )
 
 
-def said(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
     return [list(r.outputs[0].token_ids) for r in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def turn_back(keys: Tensor, by: int, frequencies: Tensor) -> Tensor:
+def rotate_back(keys: Tensor, by: int, frequencies: Tensor) -> Tensor:
     angle = torch.cat([by * frequencies.double()] * 2)
     a, b = keys.chunk(2, dim=-1)
     return keys * angle.cos() + torch.cat((b, -a), dim=-1) * angle.sin()
@@ -50,8 +50,8 @@ def turn_back(keys: Tensor, by: int, frequencies: Tensor) -> Tensor:
 def naive(
     architecture: str, prompt: list[int], count: int, sinks: int = SIZE
 ) -> list[tuple[int, Tensor]]:
-    """Tokens and logits, in float64. Its cache is a tensor a layer; a block leaves it and the keys
-    behind turn back."""
+    """Return tokens and logits of a naive loop in float64, whose cache has one tensor per layer. When
+    a block is dropped, the keys behind it are rotated back."""
     from transformers import DynamicCache
 
     model = copy.deepcopy(hf_model(architecture)).double()
@@ -65,7 +65,7 @@ def naive(
                     if types and hasattr(rotary, f"{types[i]}_inv_freq")
                     else "inv_freq"
                 )
-                keys = turn_back(layer.keys[:, :, sinks + SIZE :], SIZE, getattr(rotary, name))
+                keys = rotate_back(layer.keys[:, :, sinks + SIZE :], SIZE, getattr(rotary, name))
                 layer.keys = torch.cat((layer.keys[:, :, :sinks], keys), dim=2)
                 layer.values = torch.cat(
                     (layer.values[:, :, :sinks], layer.values[:, :, sinks + SIZE :]), dim=2
@@ -88,15 +88,15 @@ def test_tokens_and_logprobs_equal_a_naive_loop_far_beyond_the_budget(architectu
         assert entry[token].logprob == pytest.approx(float(logits.log_softmax(0)[token]), abs=1e-3)
 
 
-def test_neither_depth_nor_neighbours_change_what_is_said() -> None:
+def test_neither_depth_nor_other_requests_change_the_tokens() -> None:
     prompts = [PROMPT, PROMPT[:3], [*PROMPT, 1, 2, 3] * 2]
     params = SamplingParams(
         max_tokens=300, temperature=0.8, seed=5, ignore_eos=True, detokenize=False
     )
-    alone = [said(make(), [p], params)[0] for p in prompts]
+    alone = [tokens_of(make(), [p], params)[0] for p in prompts]
     for depth in (1, 3):
         llm = make(depth=depth)
-        assert said(llm, prompts, params) == alone
+        assert tokens_of(llm, prompts, params) == alone
         llm.engine.scheduler.check()
         assert llm.engine.scheduler.counters.dropped_blocks > 90
         assert len(llm.engine.scheduler.pool.free_blocks) == 60
@@ -117,27 +117,27 @@ def test_a_prompt_that_others_share_stays_in_the_prefix_cache_as_it_was() -> Non
     assert len({tuple(o.token_ids) for o in first[0].outputs}) == 3
 
 
-def test_noise_goes_by_the_place_in_the_text() -> None:
-    """Where every token is as likely as any other, what is drawn is noise alone: it must not come
-    again after 8 tokens."""
+def test_sampling_noise_depends_on_the_position_in_the_text() -> None:
+    """If all tokens are equally likely, the noise alone determines the sample: it must not repeat
+    after 8 tokens."""
     llm = make(max_num_seqs=1)
     llm.model.logits = lambda hidden: torch.zeros(len(hidden), llm.config.vocab_size)  # type: ignore[method-assign]
-    tokens = said(
+    tokens = tokens_of(
         llm, [PROMPT], SamplingParams(max_tokens=120, seed=1, ignore_eos=True, detokenize=False)
     )[0]
     assert all(tokens[i : i + 8] != tokens[i + 8 : i + 16] for i in range(40, 100))
 
 
-def test_min_tokens_counts_what_has_left_the_cache() -> None:
+def test_min_tokens_counts_dropped_tokens() -> None:
     bias = {256: 100.0}
     params = SamplingParams(
         max_tokens=200, min_tokens=120, temperature=0, logit_bias=bias, detokenize=False
     )
-    assert len(said(make(), [PROMPT], params)[0]) == 121
+    assert len(tokens_of(make(), [PROMPT], params)[0]) == 121
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "reason"),
     [
         (dict(architecture="gpt2"), "learned"),
         (dict(kv_cache_dtype="int8"), "compressed"),
@@ -148,8 +148,8 @@ def test_min_tokens_counts_what_has_left_the_cache() -> None:
         (dict(kv_eviction="none"), "kv_budget has no effect"),
     ],
 )
-def test_what_cannot_be_bounded_is_refused(options: dict[str, Any], why: str) -> None:
-    with pytest.raises(InvalidRequest, match=why):
+def test_options_without_bounded_kv_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
         make(**options)
 
 
@@ -168,9 +168,9 @@ def test_a_prompt_longer_than_the_budget_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_mass_is_the_part_of_attention_that_a_block_gets() -> None:
-    """Of one layer and one token: what attention gives where the values of a block are ones and all
-    others zeros."""
+def test_mass_is_the_share_of_attention_that_a_block_gets() -> None:
+    """The mass of a block for one layer and one token is the output of attention if the values of
+    the block are ones and all others zeros."""
     from octavo.ops import ForwardBatch, Span, Watched
     from octavo.ops.reference import ReferenceOps
 
@@ -196,10 +196,12 @@ def test_mass_is_the_part_of_attention_that_a_block_gets() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_heavy_hitters_say_the_same_at_every_depth(architecture: str) -> None:
+def test_heavy_hitters_give_the_same_tokens_at_every_depth(architecture: str) -> None:
     prompts, params = [PROMPT, PROMPT[:3]], greedy(200)
-    alone = [said(make(architecture, kv_eviction="heavy"), [p], params)[0] for p in prompts]
+    alone = [tokens_of(make(architecture, kv_eviction="heavy"), [p], params)[0] for p in prompts]
     llm = make(architecture, kv_eviction="heavy", depth=3)
-    assert said(llm, prompts, params) == alone
-    assert alone[0] != said(make(architecture), prompts, params)[0], "as if the oldest had left"
+    assert tokens_of(llm, prompts, params) == alone
+    assert alone[0] != tokens_of(make(architecture), prompts, params)[0], (
+        "the tokens differ from those of dropping the oldest block"
+    )
     assert len(llm.engine.scheduler.pool.free_blocks) == 60

@@ -24,12 +24,14 @@ def names_in(path: str) -> set[str]:
 
 
 def lines() -> list[list[str]]:
-    """The cells of each line of a table, but for its head."""
-    found = [
+    """Return the cells of each line of the tables, except their heads."""
+    cells_of_lines = [
         line.strip().strip("|").split(" | ") for line in PAGE.splitlines() if line.startswith("|")
     ]
     return [
-        cells for cells in found if cells[0].strip() != "fault" and not cells[0].startswith("---")
+        cells
+        for cells in cells_of_lines
+        if cells[0].strip() != "fault" and not cells[0].startswith("---")
     ]
 
 

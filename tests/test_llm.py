@@ -114,9 +114,9 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_the_schedule() -> None:
 
 @pytest.mark.parity
 def test_the_same_work_gives_the_same_tokens_in_bf16() -> None:
-    """What is promised where rounding is coarse: the same requests to an engine in the same state
-    give the same tokens. From the prefix cache, or alone, the work is cut otherwise and may round
-    otherwise: most of the tokens stay the same."""
+    """With coarse rounding, the same requests to an engine in the same state give the same tokens.
+    With prefix hits, or alone, the steps have other shapes and may round differently: most tokens
+    stay the same."""
     many = prompts(8, seed=3)
     first = make("qwen3", dtype="bfloat16", depth=2)
     want = sampled(first, many)
@@ -163,7 +163,7 @@ def test_requests_of_one_call_do_not_depend_on_each_other(llm: LLM) -> None:
     ]
 
 
-# ---- what comes back -----------------------------------------------------------------------------
+# ---- outputs -------------------------------------------------------------------------------------
 
 
 def test_prompts_in_every_form(llm: LLM) -> None:
@@ -266,7 +266,7 @@ def test_a_stop_token_is_reported(llm: LLM) -> None:
 
 
 def letters(llm: LLM, text: str) -> dict[int, float]:
-    """A bias that leaves only these letters to choose from."""
+    """Return a logit bias that allows only these letters."""
     return {t: 50.0 for t in llm.get_tokenizer().encode(text)}
 
 
@@ -344,18 +344,18 @@ def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
     whole = llm.generate(["héllo"], params)[0]
     pieces = list(llm.stream("héllo", params))
     for completion in whole.outputs:
-        mine = [p for p in pieces if p.index == completion.index]
-        assert [t for p in mine for t in p.token_ids] == completion.token_ids
-        assert "".join(p.text for p in mine) == completion.text
-        assert mine[-1].finish_reason == completion.finish_reason and all(
-            p.finish_reason is None for p in mine[:-1]
+        own_pieces = [p for p in pieces if p.index == completion.index]
+        assert [t for p in own_pieces for t in p.token_ids] == completion.token_ids
+        assert "".join(p.text for p in own_pieces) == completion.text
+        assert own_pieces[-1].finish_reason == completion.finish_reason and all(
+            p.finish_reason is None for p in own_pieces[:-1]
         )
-        assert math.fsum(p.cumulative_logprob or 0 for p in mine) == pytest.approx(
+        assert math.fsum(p.cumulative_logprob or 0 for p in own_pieces) == pytest.approx(
             completion.cumulative_logprob
         )
 
 
-def test_two_streams_at_once_and_one_is_left(llm: LLM) -> None:
+def test_two_streams_at_once_and_one_is_abandoned(llm: LLM) -> None:
     params = SamplingParams(max_tokens=30, **GREEDY)
     want = llm.generate(["one"], params)[0].outputs[0].token_ids
     a, b = llm.stream("one", params), llm.stream("two", params)
@@ -367,7 +367,7 @@ def test_two_streams_at_once_and_one_is_left(llm: LLM) -> None:
     assert got == want and blocks_in_use(llm) == 0 and not llm.engine.scheduler.live
 
 
-def test_a_stream_nobody_reads_ends_when_it_is_dropped(llm: LLM) -> None:
+def test_an_unread_stream_ends_when_it_is_dropped(llm: LLM) -> None:
     stream = llm.stream("one", SamplingParams(max_tokens=30))
     assert llm.engine.scheduler.live
     del stream
@@ -389,7 +389,7 @@ def test_the_empty_text_is_the_token_that_begins_one(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt,params,error,says",
+    "prompt,params,error,message",
     [
         ([1] * 200, {}, ContextLengthExceeded, "200 tokens, but the context holds 200"),
         ([5, 300], {}, InvalidRequest, r"token id 300.*0\.\.299"),
@@ -401,13 +401,13 @@ def test_the_empty_text_is_the_token_that_begins_one(llm: LLM) -> None:
     ],
 )
 def test_a_bad_request_is_refused_and_harms_nobody(
-    llm: LLM, prompt: Any, params: Any, error: type, says: str
+    llm: LLM, prompt: Any, params: Any, error: type, message: str
 ) -> None:
     good = SamplingParams(max_tokens=8, **GREEDY)
     want = ids_of(llm.generate(["good"], good))
     other = llm.stream("good", good)
     got = list(next(other).token_ids)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         llm.generate([[1, 2, 3], prompt], SamplingParams(max_tokens=4, **params))
     for piece in other:
         got += piece.token_ids
@@ -478,11 +478,11 @@ def test_a_recommendation_that_cannot_be_used_is_refused(wise: Path, tmp_path: P
 
 
 def test_logprobs_of_the_tokens_that_a_request_names(llm: LLM) -> None:
-    """Beside requests that ask for the likeliest, for other tokens, and for none."""
+    """The batch also has requests for the likeliest tokens, for other tokens and for none."""
     prompt = prompts(1, seed=4)[0]
     params = [
-        SamplingParams(max_tokens=4, seed=3, ignore_eos=True, **asked)
-        for asked in (
+        SamplingParams(max_tokens=4, seed=3, ignore_eos=True, **fields)
+        for fields in (
             dict(logprobs=20),
             dict(logprobs=3, logprob_token_ids=[7, 290, 7]),
             dict(),
@@ -497,8 +497,8 @@ def test_logprobs_of_the_tokens_that_a_request_names(llm: LLM) -> None:
         chosen = top.token_ids[step]
         assert list(named.logprobs[step]) == list(dict.fromkeys([chosen, 7, 290]))
         assert list(one.logprobs[step]) == list(dict.fromkeys([chosen, 5]))
-        for found in (named, one):
-            for token, logprob in found.logprobs[step].items():
+        for completion in (named, one):
+            for token, logprob in completion.logprobs[step].items():
                 assert logprob.logprob == pytest.approx(float(full[step, token]), abs=1e-4)
                 assert logprob.rank is None or token == chosen
         assert {t: p.rank for t, p in two.logprobs[step].items() if p.rank <= 2} == {
@@ -709,10 +709,10 @@ def test_out_of_memory_is_tried_again_smaller_and_then_ends_its_request_alone(
     prompts = [[k] * 60 for k in range(1, 5)]
     want = ids_of(llm.generate(prompts, params))
     run_layers: Any = llm.model._run_layers
-    most = 100
+    max_step_tokens = 100
 
     def tight(batch: Any, kv: Any) -> Any:
-        if len(batch.ids) > most:
+        if len(batch.ids) > max_step_tokens:
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 20 MiB at 0xdeadbeef"
             )
@@ -722,14 +722,14 @@ def test_out_of_memory_is_tried_again_smaller_and_then_ends_its_request_alone(
     scheduler = llm.engine.scheduler
     scheduler.clear_cache()
     assert ids_of(llm.generate(prompts, params)) == want and scheduler.counters.oom_steps > 0
-    most = 0
+    max_step_tokens = 0
     scheduler.clear_cache()
     failed = llm.generate(prompts, params)
     assert all(
         o.outputs[0].finish_reason == "error" and "no memory for a step" in (o.error or "")
         for o in failed
     )
-    most = 10**6
+    max_step_tokens = 10**6
     assert ids_of(llm.generate(prompts, params)) == want
     scheduler.check()
     assert blocks_in_use(llm) == 0
@@ -850,9 +850,9 @@ def test_a_model_that_computes_no_numbers_says_so(more: dict[str, Any]) -> None:
     llm = make(depth=2)
     with torch.inference_mode():
         llm.model.norm.fill_(torch.nan)  # type: ignore[operator]
-    (found,) = llm.generate(["hello"], SamplingParams(max_tokens=4, **more))
-    assert found.outputs[0].finish_reason == "error" and "no finite number" in (found.error or "")
-    while not llm.engine.idle:  # the next one was on its way
+    (output,) = llm.generate(["hello"], SamplingParams(max_tokens=4, **more))
+    assert output.outputs[0].finish_reason == "error" and "no finite number" in (output.error or "")
+    while not llm.engine.idle:  # the next step was in flight
         llm.step()
     llm.engine.scheduler.check()
 

@@ -26,7 +26,7 @@ def want() -> list[list[int]]:
     )
 
 
-SMALL = {"max_batch": 2, "window_ms": 1.0}  # where they are used
+SMALL = {"max_batch": 2, "window_ms": 1.0}  # for the modes that use them
 BATCHING = [
     {"batching": mode, **{name: SMALL[name] for name in SMALL if mode in MODES_OF_OPTION[name]}}
     for mode in MODES
@@ -75,7 +75,7 @@ def test_an_urgent_stream_pauses_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "param", "says"),
+    ("options", "param", "message"),
     [
         (
             {"scheduling_policy": "best"},
@@ -97,9 +97,9 @@ def test_an_urgent_stream_pauses_others() -> None:
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(
-    options: dict[str, Any], param: str, says: str
+    options: dict[str, Any], param: str, message: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=says) as caught:
+    with pytest.raises(InvalidRequest, match=message) as caught:
         LLM("/no/such/model", **options)
     assert caught.value.param == param
 
@@ -192,7 +192,7 @@ def test_a_list_of_which_one_is_refused_leaves_nothing_behind() -> None:
     assert len(llm.generate([[1], [2], [3]], params, use_tqdm=False)) == 3
 
 
-def test_what_rides_is_large_and_plain() -> None:
+def test_only_large_unquantised_models_piggyback() -> None:
     billion = 10**9
     assert default_piggyback_tokens("cuda", 8 * billion, 16 * billion) == 320
     assert default_piggyback_tokens("cuda", 8 * billion, 8 * billion) == 0  # codes

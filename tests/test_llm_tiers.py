@@ -31,7 +31,7 @@ SPACE = 1 / 1024  # GiB: some hundred blocks of these models
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever can be loaded is: on a busy machine these small models are sooner computed."""
+    """Load blocks whenever that is possible: on a busy machine these small models compute faster."""
     monkeypatch.setattr(
         "octavo.core.offload_costs.OffloadCosts.loading_pays", lambda self, disk=False: True
     )
@@ -49,7 +49,7 @@ def prompts(count: int, length: int = 100, seed: int = 0) -> list[list[int]]:
     return [[g.randrange(250) for _ in range(length)] for _ in range(count)]
 
 
-def ask(llm: LLM, prompt: Any) -> tuple[list[int], int]:
+def complete(llm: LLM, prompt: Any) -> tuple[list[int], int]:
     (out,) = llm.generate([prompt], GREEDY, use_tqdm=False)
     llm.engine.scheduler.check()
     return out.outputs[0].token_ids, out.num_cached_tokens or 0
@@ -60,8 +60,8 @@ def ask(llm: LLM, prompt: Any) -> tuple[list[int], int]:
 def test_an_evicted_prompt_is_served_from_host_memory(architecture: str) -> None:
     llm, many = make(architecture), prompts(4)
     want = [tiny.hf_greedy(architecture, p, 8) for p in many]
-    assert [ask(llm, p) for p in many] == [(w, 0) for w in want]
-    assert [ask(llm, p) for p in many] == [(w, 96) for w in want], (
+    assert [complete(llm, p) for p in many] == [(w, 0) for w in want]
+    assert [complete(llm, p) for p in many] == [(w, 96) for w in want], (
         "6 of 7 blocks: the last token must be computed"
     )
     count = llm.engine.scheduler.counters.tiers
@@ -72,10 +72,10 @@ def test_an_evicted_prompt_is_served_from_host_memory(architecture: str) -> None
 def test_a_prompt_is_served_from_disk_after_a_restart(tmp_path: Path) -> None:
     many = prompts(4)
     first = make(kv_disk_path=tmp_path)
-    want = [ask(first, p)[0] for p in many]
+    want = [complete(first, p)[0] for p in many]
     first.close()
     again = make(kv_disk_path=tmp_path)
-    assert [ask(again, p) for p in many] == [(w, 96) for w in want]
+    assert [complete(again, p) for p in many] == [(w, 96) for w in want]
     assert again.engine.scheduler.counters.tiers.disk_tokens == 4 * 96
     again.close()
 
@@ -83,10 +83,10 @@ def test_a_prompt_is_served_from_disk_after_a_restart(tmp_path: Path) -> None:
 def test_waiting_for_the_disk_makes_no_device_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Except to load what has arrived: each call would take the interpreter from the readers."""
+    """Only loads of fetched blocks call the device: each call would hold the GIL that readers need."""
     (prompt,) = prompts(1)
     first = make(kv_disk_path=tmp_path)
-    want = ask(first, prompt)[0]
+    want = complete(first, prompt)[0]
     first.close()
     launch_step = Runner._launch_step
     launched: list[Plan] = []
@@ -97,7 +97,7 @@ def test_waiting_for_the_disk_makes_no_device_calls(
 
     monkeypatch.setattr(Runner, "_launch_step", observed)
     again = make(kv_disk_path=tmp_path)
-    assert ask(again, prompt) == (want, 96)
+    assert complete(again, prompt) == (want, 96)
     assert launched and all(plan.items for plan in launched)
     again.close()
 
@@ -106,7 +106,7 @@ def test_what_was_never_evicted_goes_to_disk_when_the_engine_is_closed(tmp_path:
     (prompt,) = prompts(1)
     for cached in (0, 96):
         llm = make(kv_disk_path=tmp_path, num_gpu_blocks_override=100)
-        assert ask(llm, prompt)[1] == cached
+        assert complete(llm, prompt)[1] == cached
         llm.close()
         llm.close()
 
@@ -130,9 +130,9 @@ def test_other_weights_other_dtypes_and_other_layouts_find_nothing(tmp_path: Pat
 
     def cached(**options: Any) -> int:
         llm = dummy(**options)
-        found = ask(llm, prompt)[1]
+        num_cached = complete(llm, prompt)[1]
         llm.close()
-        return found
+        return num_cached
 
     assert cached() == 0 and cached() == 96
     assert cached(seed=1) == 0 and cached(dtype="bfloat16") == 0 and cached(block_size=32) == 0
@@ -143,12 +143,12 @@ def test_a_salted_prompt_is_found_only_with_its_salt(tmp_path: Path) -> None:
     (prompt,) = prompts(1)
     salted = {"prompt_token_ids": prompt, "cache_salt": "mine"}
     first = make(kv_disk_path=tmp_path)
-    want = ask(first, salted)[0]
+    want = complete(first, salted)[0]
     first.close()
     again = make(kv_disk_path=tmp_path)
-    assert ask(again, prompt) == (want, 0)
-    assert ask(again, salted | {"cache_salt": "theirs"}) == (want, 0)
-    assert ask(again, salted) == (want, 96)
+    assert complete(again, prompt) == (want, 0)
+    assert complete(again, salted | {"cache_salt": "theirs"}) == (want, 0)
+    assert complete(again, salted) == (want, 96)
     again.close()
 
 
@@ -158,11 +158,11 @@ def test_a_salted_prompt_is_found_only_with_its_salt(tmp_path: Path) -> None:
 def test_damaged_records_cost_time_and_never_a_token(
     tmp_path: Path, damage: str, sealed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether those who read them add them up or the device."""
+    """Checksums are computed by the reader threads or by the device."""
     monkeypatch.setattr("octavo.assemble.TierStore", partial(TierStore, verify_on_load=sealed))
     many, g = prompts(3), random.Random(1)
     first = make(kv_disk_path=tmp_path)
-    want = [ask(first, p)[0] for p in many]
+    want = [complete(first, p)[0] for p in many]
     first.close()
     records = sorted(tmp_path.glob("kv-*/*.kv"))
     assert len(records) > 10
@@ -182,7 +182,7 @@ def test_damaged_records_cost_time_and_never_a_token(
         again.runner.tier_store is not None
         and (again.runner.tier_store.checksums is not None) == sealed
     )
-    assert [ask(again, p)[0] for p in many] == want
+    assert [complete(again, p)[0] for p in many] == want
     assert again.engine.scheduler.counters.tiers.disk_tokens == 0
     assert damage == "remove" or sum(again.engine.scheduler.counters.tiers.misses.values()) > 0
     again.close()
@@ -198,7 +198,7 @@ def test_two_engines_share_a_directory(tmp_path: Path) -> None:
     for _ in range(2):
         for p, w in zip(many, want, strict=True):
             for llm in (one, two):
-                assert ask(llm, p)[0] == w
+                assert complete(llm, p)[0] == w
     for llm in (one, two):
         llm.close()
     assert sum(r.stat().st_size for r in tmp_path.glob("kv-*/*.kv")) <= 0.0006 * 2**30
@@ -239,16 +239,16 @@ def test_a_batch_too_large_for_the_pool_gives_the_same_tokens(seed: int, tmp_pat
         llm.close()
 
 
-class Leaving:
-    """A runner whose client leaves just when a plan like this one is on its way."""
+class Disconnecting:
+    """A runner whose client disconnects when the first matching plan is in flight."""
 
     def __init__(self, engine: Engine, when: Callable[[Plan], Any]):
-        self.engine, self.runner, self.when, self.left = engine, engine.runner, when, False
+        self.engine, self.runner, self.when, self.disconnected = engine, engine.runner, when, False
 
     def launch(self, plan: Plan) -> Handle:
         handle = self.runner.launch(plan)
-        if self.when(plan) and not self.left:
-            self.left = True
+        if self.when(plan) and not self.disconnected:
+            self.disconnected = True
             self.engine.abort("leaving")
         return handle
 
@@ -257,11 +257,11 @@ class Leaving:
 @pytest.mark.parametrize(
     "during", ["a load from host memory", "a slow read", "a load while others are read"]
 )
-def test_a_client_that_leaves_while_its_blocks_come_leaves_nothing(
+def test_a_disconnect_while_blocks_are_loaded_leaves_nothing(
     during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, many = make(kv_disk_path=tmp_path), prompts(3)
-    want = [ask(llm, p)[0] for p in many]
+    want = [complete(llm, p)[0] for p in many]
     if during != "a load from host memory":
         llm.close()
         real, turns = Record.read, itertools.count()
@@ -272,13 +272,17 @@ def test_a_client_that_leaves_while_its_blocks_come_leaves_nothing(
     engine = llm.engine
     tiers, runner = engine.scheduler.tiers, engine.runner
     assert tiers is not None
-    leaving = Leaving(engine, lambda plan: plan.fetches if during == "a slow read" else plan.loads)
+    leaving = Disconnecting(
+        engine, lambda plan: plan.fetches if during == "a slow read" else plan.loads
+    )
     engine.runner = leaving
     engine.add(Request("leaving", many[0], GREEDY))
     while not engine.idle or tiers.fetching:
         engine.step()
         engine.scheduler.check()
-    assert leaving.left and (during == "a load from host memory") == (tiers.counters.fetches == 0)
+    assert leaving.disconnected and (during == "a load from host memory") == (
+        tiers.counters.fetches == 0
+    )
     assert (
         not any(engine.scheduler.pool.ref_counts)
         and not any(tiers.pin_counts)
@@ -286,11 +290,11 @@ def test_a_client_that_leaves_while_its_blocks_come_leaves_nothing(
         and not tiers.promotions
     )
     engine.runner = runner
-    assert [ask(llm, p)[0] for p in many] == want
+    assert [complete(llm, p)[0] for p in many] == want
     llm.close()
 
 
-def test_sizes_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_impossible_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         NotEnoughMemory,
         match=r"swap_space .100000 GiB.* is more than the .* GiB of memory that are left",
@@ -331,13 +335,13 @@ def test_without_page_locked_memory_the_engine_runs_without_tiers(
     llm = make()
     assert "KV is not offloaded to host memory or disk: cannot be page-locked" in caplog.text
     assert llm.engine.scheduler.tiers is None and llm.memory.host == 0
-    ask(llm, prompts(1)[0])
+    complete(llm, prompts(1)[0])
 
 
 def test_emptying_the_cache_leaves_the_disk(tmp_path: Path) -> None:
     llm, many = make(kv_disk_path=tmp_path), prompts(3)
     for p in many:
-        ask(llm, p)
+        complete(llm, p)
     tiers = llm.engine.scheduler.tiers
     assert tiers is not None and tiers.ready
     on_disk = set(tiers.on_disk)
@@ -354,7 +358,7 @@ def test_emptying_the_cache_leaves_the_disk(tmp_path: Path) -> None:
 def test_warming_up_fits_any_cache_and_teaches_nothing(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its steps compile: their times say nothing about the time that a prompt takes."""
+    """The steps of the warm-up compile: their times do not tell the time that a prompt takes."""
     monkeypatch.setitem(WARM_UP_TOKENS, "cpu", (64, sys.maxsize))
     llm = make(scheduling_policy="priority", **options)
     listeners = dict(llm.engine.events.listeners)
@@ -368,7 +372,7 @@ def test_warming_up_fits_any_cache_and_teaches_nothing(
 
 
 def test_a_new_engine_draws_fetch_ids_from_the_runners_store(tmp_path: Path) -> None:
-    """An answer to a fetch of the engine before it must not match one of its own."""
+    """An answer to a fetch of the earlier engine must not match a fetch of the new engine."""
     llm = make(kv_disk_path=tmp_path)
     tiers = llm.new_engine(llm.schedule).scheduler.tiers
     assert tiers is not None and llm.runner.tier_store is not None

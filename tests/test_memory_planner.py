@@ -34,7 +34,7 @@ Free = Callable[[int], None]
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Free:
-    """Pretends that so much memory is free."""
+    """Return a function that pretends that so much memory is free."""
 
     def pretend(size: int) -> None:
         for module in ("octavo.memory", "octavo.memory_planner"):
@@ -69,7 +69,7 @@ def test_a_quantised_model_that_does_not_fit_is_not_written(tmp_path: Path, free
     assert not (tmp_path / "out").exists()
 
 
-def test_what_would_fit_is_named_and_fits(free: Free) -> None:
+def test_the_suggested_options_fit(free: Free) -> None:
     free(12 * 2**30)
     options = EngineOptions(device="cpu", load_format="dummy", skip_tokenizer_init=True)
     with pytest.raises(NotEnoughMemory, match="--quant int8") as refused:
@@ -80,8 +80,8 @@ def test_what_would_fit_is_named_and_fits(free: Free) -> None:
         LLM.from_options(EIGHT_BILLION, options)
 
 
-def test_a_drafter_counts(free: Free) -> None:
-    """The model alone would fit."""
+def test_the_memory_of_a_drafter_counts(free: Free) -> None:
+    """Without its drafter the model would fit."""
     target = TargetDevice("cpu", free=2**40, total=2**40, host_free=2**40)
     alone = EngineOptions(max_num_seqs=4, max_model_len=256)
     drafted = EngineOptions(

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 def run(*command: object, cwd: Path) -> str:
     """Run a command away from the source tree, so that it cannot find the package there."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    found = subprocess.run(
+    process = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
         env=environment,
@@ -36,8 +36,8 @@ def run(*command: object, cwd: Path) -> str:
         text=True,
         check=False,
     )
-    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
-    return found.stdout
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    return process.stdout
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--wheel-dir", folder, source),
         cwd=folder,
     )
-    (found,) = folder.glob("*.whl")
-    return found
+    (path,) = folder.glob("*.whl")
+    return path
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:

@@ -35,11 +35,11 @@ def test_other(): ...
 
 def test_every_function_is_in_one_part_and_parts_are_balanced() -> None:
     cases = {f"test_{number}": 1 + number % 9 for number in range(100)}
-    found = parts.split(cases, {}, 4)
-    assert sorted(name for part in found for name in part) == sorted(cases)
-    totals = [sum(cases[name] for name in part) for part in found]
+    split = parts.split(cases, {}, 4)
+    assert sorted(name for part in split for name in part) == sorted(cases)
+    totals = [sum(cases[name] for name in part) for part in split]
     assert max(totals) - min(totals) <= 9
-    assert found == parts.split(dict(reversed(cases.items())), {}, 4)
+    assert split == parts.split(dict(reversed(cases.items())), {}, 4)
 
 
 def test_recorded_times_count() -> None:
@@ -49,7 +49,7 @@ def test_recorded_times_count() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "3", "0/4", "5/4", "a/b", "1/", "-1/2"])
-def test_a_part_that_does_not_exist_is_told(text: str) -> None:
+def test_a_part_that_does_not_exist_is_refused(text: str) -> None:
     with pytest.raises(pytest.UsageError, match="--part is N/M"):
         parts.parse_part(text)
 

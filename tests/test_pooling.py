@@ -38,8 +38,8 @@ def prompts(count: int) -> list[list[int]]:
 def hf_states(architecture: str, ids: list[int]) -> torch.Tensor:
     """The hidden states after the last norm, [tokens, hidden]."""
     model = tiny.hf_model(architecture)
-    found = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
-    return found.hidden_states[-1][0]
+    output = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+    return output.hidden_states[-1][0]
 
 
 @pytest.mark.parity
@@ -57,12 +57,12 @@ def test_hidden_states_equal_those_of_transformers(architecture: str) -> None:
             whole = llm.encode(
                 many, PoolingParams(use_activation=False), pooling_task="token_embed"
             )
-            for prompt, one, all_states in zip(many, last, whole, strict=True):
+            for prompt, last_state, all_states in zip(many, last, whole, strict=True):
                 want = hf_states(architecture, prompt)
-                torch.testing.assert_close(one.outputs.data, want[-1], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(last_state.outputs.data, want[-1], rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(all_states.outputs.data, want, rtol=1e-4, atol=1e-4)
-        assert any(one.num_cached_tokens for one in last)
-        assert not any(one.num_cached_tokens for one in whole)
+        assert any(output.num_cached_tokens for output in last)
+        assert not any(output.num_cached_tokens for output in whole)
         llm.engine.scheduler.check()
 
 
@@ -71,9 +71,9 @@ def test_the_mean_is_that_of_all_tokens() -> None:
     (prompt,) = prompts(1)
     want = hf_states("llama", prompt).mean(0)
     for _ in range(2):
-        (found,) = llm.embed([prompt], use_tqdm=False)
+        (output,) = llm.embed([prompt], use_tqdm=False)
         torch.testing.assert_close(
-            torch.tensor(found.outputs.embedding), want / want.norm(), rtol=1e-4, atol=1e-4
+            torch.tensor(output.outputs.embedding), want / want.norm(), rtol=1e-4, atol=1e-4
         )
 
 
@@ -82,12 +82,12 @@ def test_text_and_embeddings_share_a_batch_and_the_prefix_cache(llm: LLM) -> Non
     prompt = list(range(100, 164))
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     alone = llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0].token_ids
-    (found,) = llm.embed([prompt], use_tqdm=False)
-    assert found.num_cached_tokens == 48  # of four blocks, the last one is computed
+    (output,) = llm.embed([prompt], use_tqdm=False)
+    assert output.num_cached_tokens == 48  # of four blocks, the last one is computed
     stream = llm.stream(prompt, greedy)
     next(stream)
     (again,) = llm.embed([prompt], use_tqdm=False)  # while the stream decodes
-    assert again.outputs.embedding == pytest.approx(found.outputs.embedding, abs=1e-6)
+    assert again.outputs.embedding == pytest.approx(output.outputs.embedding, abs=1e-6)
     assert [token for piece in stream for token in piece.token_ids] == alone[-5:]
 
 
@@ -104,10 +104,10 @@ def test_dimensions_and_length(llm: LLM) -> None:
 
 def test_a_score_is_the_cosine_of_two_embeddings(llm: LLM) -> None:
     texts = ["one", "two", "three"]
-    vectors = [np.array(found.outputs.embedding) for found in llm.embed(texts)]
-    scores = [found.outputs.score for found in llm.score(texts[0], texts)]
+    vectors = [np.array(output.outputs.embedding) for output in llm.embed(texts)]
+    scores = [output.outputs.score for output in llm.score(texts[0], texts)]
     assert scores == pytest.approx([float(vectors[0] @ vector) for vector in vectors])
-    pairs = [found.outputs.score for found in llm.score(texts, list(reversed(texts)))]
+    pairs = [output.outputs.score for output in llm.score(texts, list(reversed(texts)))]
     assert pairs[1] == pytest.approx(1.0) and pairs[0] == pytest.approx(pairs[2])
 
 
@@ -144,7 +144,7 @@ def test_refused(llm: LLM, attempt: Any, message: str) -> None:
         attempt(llm)
 
 
-# ---- what the model says -----------------------------------------------------------------------
+# ---- files of the model -----------------------------------------------------------------------
 
 
 def sentence_files(folder: Path, modules: list[str], **modes: bool) -> Path:
@@ -184,6 +184,6 @@ def test_a_checkpoint_of_an_embedding_model_has_no_prefix(tmp_path: Path) -> Non
     config["architectures"] = ["LlamaForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     llm = LLM(tmp_path, skip_tokenizer_init=True, max_model_len=64, progress=False)
-    (found,) = llm.encode([[1, 2, 3]], PoolingParams(use_activation=False))
+    (output,) = llm.encode([[1, 2, 3]], PoolingParams(use_activation=False))
     want = hf_states("llama", [1, 2, 3])[-1]
-    torch.testing.assert_close(found.outputs.data, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output.outputs.data, want, rtol=1e-4, atol=1e-4)

@@ -90,24 +90,24 @@ def head_dir(captured: bool = False) -> str:
 
 
 def texts() -> list[list[int]]:
-    """Prompts that repeat themselves, so that looking back finds something."""
+    """Return prompts that repeat themselves, so that n-gram lookup proposes drafts."""
     return [prompt * 2 for prompt in prompts(5)]
 
 
 def run(llm: LLM, **params: Any) -> list[Any]:
-    """Tokens, logprobs and finish reason of each completion. Sums of float32 depend on how many
-    rows a step has, in their last digits: logprobs are rounded."""
+    """Return the tokens, logprobs and finish reason of each completion. The last digits of float32
+    sums depend on the number of tokens of a step, so logprobs are rounded."""
     chosen = SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | params)
     outputs = llm.generate(texts(), chosen, use_tqdm=False)
-    found = []
+    completions = []
     for output in outputs:
         for completion in output.outputs:
             logprobs = [
-                [(token, round(entry.logprob, 3), entry.rank) for token, entry in at.items()]
-                for at in completion.logprobs or []
+                [(token, round(entry.logprob, 3), entry.rank) for token, entry in entries.items()]
+                for entries in completion.logprobs or []
             ]
-            found.append((list(completion.token_ids), logprobs, completion.finish_reason))
-    return found
+            completions.append((list(completion.token_ids), logprobs, completion.finish_reason))
+    return completions
 
 
 def counters(llm: LLM) -> Any:
@@ -193,7 +193,7 @@ def test_the_drafters_memory_is_counted() -> None:
 
 
 def changed_model(path: Path, file: str, old: str, new: str) -> Path:
-    """A copy of the tiny model with another text in one of its files."""
+    """Copy the tiny model, and replace a text in one of its files."""
     shutil.copytree(model_dir(), path)
     text = (path / file).read_text()
     assert old in text
@@ -273,7 +273,7 @@ def test_drafts_of_a_head_are_those_of_the_reference(
         assert drafts == expected
 
 
-def test_a_head_is_found_or_asked_for(tmp_path: Path) -> None:
+def test_a_draft_head_is_found_or_required(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"head,model=DIRECTORY\. octavo train-draft"):
         make("head")
     with pytest.raises(ModelNotFound, match="no such directory"):
@@ -297,8 +297,8 @@ def test_auto_drafts_with_the_head_of_the_embedded_model(monkeypatch: pytest.Mon
     other_checkpoint: Any = SimpleNamespace(source="/somewhere/model")
 
     def settled(checkpoint: Any = embedded_checkpoint, kind: str = "cpu", **options: Any) -> Any:
-        found = settle_speculation(EngineOptions(**options), checkpoint, kind)
-        return None if found is None else describe(found)
+        config = settle_speculation(EngineOptions(**options), checkpoint, kind)
+        return None if config is None else describe(config)
 
     assert settled() == "head,k=6,adaptive=yes,lookup=yes"
     assert settled(other_checkpoint) is None
@@ -376,7 +376,7 @@ def test_costs_are_estimated_between_and_beyond_measured_sizes() -> None:
     assert table.estimate(4) < 2.0
 
 
-def test_a_hiccup_does_not_make_a_size_expensive_for_ever() -> None:
+def test_one_slow_step_does_not_make_a_size_expensive_for_ever() -> None:
     table = CostTable()
     table.record(1, 3.4)
     table.record(8, 5.6)

@@ -47,9 +47,9 @@ def texts(outputs: list[RequestOutput]) -> list[list[str]]:
 
 
 def workload() -> tuple[list[str], list[SamplingParams], list[dict[str, Any] | None]]:
-    """Schemas, choices, patterns and free texts, some asked for three times over."""
+    """Return prompts, their parameters and their schemas, or None for free text. Some have n=3."""
     g = random.Random(1)
-    prompts, asked, wanted = [], [], []
+    prompts, all_params, all_schemas = [], [], []
     for i in range(36):
         schema = schemas.random_schema(g) if i % 3 else None
         p = (
@@ -59,24 +59,24 @@ def workload() -> tuple[list[str], list[SamplingParams], list[dict[str, Any] | N
         )
         p.n = g.choice([1, 1, 3])
         prompts.append("the same beginning of every prompt, " * g.randrange(2) + str(i))
-        asked.append(p)
-        wanted.append(schema)
-    return prompts, asked, wanted
+        all_params.append(p)
+        all_schemas.append(schema)
+    return prompts, all_params, all_schemas
 
 
 def test_json_is_valid_at_any_temperature_and_the_same_however_it_is_computed() -> None:
-    prompts, asked, wanted = workload()
-    first = make().generate(prompts, asked, use_tqdm=False)
+    prompts, all_params, all_schemas = workload()
+    first = make().generate(prompts, all_params, use_tqdm=False)
     stopped = 0
-    for output, schema in zip(first, wanted, strict=True):
+    for output, schema in zip(first, all_schemas, strict=True):
         for completion in output.outputs:
             if schema is not None and completion.finish_reason == "stop":
                 stopped += 1
                 assert schemas.valid(schema, json.loads(completion.text)), (schema, completion.text)
             else:
                 assert completion.finish_reason == "length"
-    guided = sum(p.n for p, schema in zip(asked, wanted, strict=True) if schema)
-    assert stopped > 0.9 * guided, "the rest ran into max_tokens"
+    guided = sum(p.n for p, schema in zip(all_params, all_schemas, strict=True) if schema)
+    assert stopped > 0.9 * guided, "the others ended at max_tokens"
     for options in (
         dict(depth=3, num_gpu_blocks_override=15, block_size=16, max_num_batched_tokens=16),
         dict(
@@ -88,7 +88,7 @@ def test_json_is_valid_at_any_temperature_and_the_same_however_it_is_computed() 
         ),
     ):
         llm = make(**options)
-        assert texts(llm.generate(prompts, asked, use_tqdm=False)) == texts(first), options
+        assert texts(llm.generate(prompts, all_params, use_tqdm=False)) == texts(first), options
         assert all(r == 0 for r in llm.engine.scheduler.pool.ref_counts[1:])
         if "num_gpu_blocks_override" in options:
             assert llm.engine.scheduler.counters.preemptions > 0
@@ -99,7 +99,7 @@ def llm() -> LLM:
     return make(depth=2)
 
 
-def one(llm: LLM, **options: Any) -> Any:
+def complete(llm: LLM, **options: Any) -> Any:
     (output,) = llm.generate(
         ["hello"],
         SamplingParams(**{"temperature": 1.5, "max_tokens": 60, "seed": 3, **options}),
@@ -109,29 +109,37 @@ def one(llm: LLM, **options: Any) -> Any:
 
 
 def test_every_kind(llm: LLM) -> None:
-    found = one(llm, structured_outputs=StructuredOutputsParams(regex=r"\d{3}-[a-f]{2,4}"))
-    assert re.fullmatch(r"\d{3}-[a-f]{2,4}", found.text) and found.finish_reason == "stop"
-    assert one(llm, structured_outputs=StructuredOutputsParams(choice=["red", "green"])).text in (
+    completion = complete(
+        llm, structured_outputs=StructuredOutputsParams(regex=r"\d{3}-[a-f]{2,4}")
+    )
+    assert re.fullmatch(r"\d{3}-[a-f]{2,4}", completion.text) and completion.finish_reason == "stop"
+    assert complete(
+        llm, structured_outputs=StructuredOutputsParams(choice=["red", "green"])
+    ).text in (
         "red",
         "green",
     )
     assert (
-        one(
+        complete(
             llm, structured_outputs=StructuredOutputsParams(grammar='start: "<" /[0-9]{4}/ ">"')
         ).text[0::5]
         == "<>"
     )
     schema = '{"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"], "additionalProperties": false}'
-    assert one(llm, structured_outputs=StructuredOutputsParams(json=schema)).text == '{"x":1}'
+    assert complete(llm, structured_outputs=StructuredOutputsParams(json=schema)).text == '{"x":1}'
     assert (
-        one(llm, structured_outputs=StructuredOutputsParams(json_object=True), max_tokens=3).text[0]
+        complete(
+            llm, structured_outputs=StructuredOutputsParams(json_object=True), max_tokens=3
+        ).text[0]
         == "{"
     )
 
 
-def test_max_tokens_cuts_it(llm: LLM) -> None:
-    found = one(llm, structured_outputs=StructuredOutputsParams(regex="a{100}"), max_tokens=7)
-    assert (found.text, found.finish_reason) == ("a" * 7, "length")
+def test_max_tokens_ends_a_guided_text(llm: LLM) -> None:
+    completion = complete(
+        llm, structured_outputs=StructuredOutputsParams(regex="a{100}"), max_tokens=7
+    )
+    assert (completion.text, completion.finish_reason) == ("a" * 7, "length")
 
 
 STUCK = dict(temperature=0, logit_bias={65: 100}, max_tokens=250)  # writes b for ever
@@ -139,25 +147,25 @@ STUCK = dict(temperature=0, logit_bias={65: 100}, max_tokens=250)  # writes b fo
 
 def test_a_text_that_repeats_itself_is_ended_and_says_so(llm: LLM) -> None:
     spec = StructuredOutputsParams(regex="[ab]+")
-    found = one(llm, structured_outputs=spec, **STUCK)
-    assert (found.text, found.finish_reason) == ("b" * 70, "length")
-    assert found.stop_reason == "repetition_detected"
-    whole = one(
+    completion = complete(llm, structured_outputs=spec, **STUCK)
+    assert (completion.text, completion.finish_reason) == ("b" * 70, "length")
+    assert completion.stop_reason == "repetition_detected"
+    whole = complete(
         llm, structured_outputs=spec, repetition_detection=RepetitionDetectionParams(), **STUCK
     )
     assert (len(whole.text), whole.finish_reason, whole.stop_reason) == (250, "length", None)
-    assert len(one(llm, structured_outputs=spec, min_tokens=120, **STUCK).text) == 120
+    assert len(complete(llm, structured_outputs=spec, min_tokens=120, **STUCK).text) == 120
 
 
 def test_a_free_text_is_ended_where_it_was_asked_for(llm: LLM) -> None:
-    assert len(one(llm, **STUCK).text) == 250
-    asked = RepetitionDetectionParams(max_pattern_size=3, min_count=7)
-    found = one(llm, repetition_detection=asked, **STUCK)
-    assert (found.text, found.stop_reason) == ("b" * 7, "repetition_detected")
+    assert len(complete(llm, **STUCK).text) == 250
+    detection = RepetitionDetectionParams(max_pattern_size=3, min_count=7)
+    completion = complete(llm, repetition_detection=detection, **STUCK)
+    assert (completion.text, completion.stop_reason) == ("b" * 7, "repetition_detected")
 
 
 def test_where_a_text_is_ended_does_not_depend_on_what_runs_beside_it() -> None:
-    asked = [
+    all_params = [
         SamplingParams(temperature=1.2, seed=i, max_tokens=60, ignore_eos=True, logit_bias={65: 7, 66: 7},
                        repetition_detection=RepetitionDetectionParams(max_pattern_size=4, min_count=4))
         for i in range(8)
@@ -166,7 +174,7 @@ def test_where_a_text_is_ended_does_not_depend_on_what_runs_beside_it() -> None:
     lonely = make(depth=1)
     alone = [
         lonely.generate([prompt], each, use_tqdm=False)[0]
-        for prompt, each in zip(prompts, asked, strict=True)
+        for prompt, each in zip(prompts, all_params, strict=True)
     ]
     ended = sum(o.outputs[0].stop_reason == "repetition_detected" for o in alone)
     assert ended >= 2
@@ -174,34 +182,36 @@ def test_where_a_text_is_ended_does_not_depend_on_what_runs_beside_it() -> None:
         dict(depth=3),
         dict(depth=2, num_gpu_blocks_override=15, block_size=16, max_num_batched_tokens=16),
     ):
-        assert texts(make(**options).generate(prompts, asked, use_tqdm=False)) == texts(alone)
+        assert texts(make(**options).generate(prompts, all_params, use_tqdm=False)) == texts(alone)
 
 
-def test_it_goes_with_other_parameters(llm: LLM) -> None:
+def test_guides_work_with_other_parameters(llm: LLM) -> None:
     spec = StructuredOutputsParams(regex="[ab]{1,20}")
-    free = one(llm, structured_outputs=spec)
+    free = complete(llm, structured_outputs=spec)
     assert (
-        one(llm, structured_outputs=spec, temperature=0, logit_bias={65: 100}).text == "b" * 20
+        complete(llm, structured_outputs=spec, temperature=0, logit_bias={65: 100}).text == "b" * 20
     ), "65 is the token b"
-    assert set(one(llm, structured_outputs=spec, top_k=1, frequency_penalty=2).text) <= set("ab")
-    assert len(one(llm, structured_outputs=spec, min_tokens=15).text) >= 15
-    short = one(
+    assert set(complete(llm, structured_outputs=spec, top_k=1, frequency_penalty=2).text) <= set(
+        "ab"
+    )
+    assert len(complete(llm, structured_outputs=spec, min_tokens=15).text) >= 15
+    short = complete(
         llm,
         structured_outputs=StructuredOutputsParams(choice=["no"]),
         min_tokens=15,
         ignore_eos=True,
     )
-    assert (short.text, short.finish_reason) == ("no", "stop"), "what is complete ends"
-    assert one(llm, structured_outputs=spec, stop=["b"]).text == free.text.partition("b")[0]
-    with_logprobs = one(llm, structured_outputs=spec, logprobs=2)
+    assert (short.text, short.finish_reason) == ("no", "stop"), "a complete text ends"
+    assert complete(llm, structured_outputs=spec, stop=["b"]).text == free.text.partition("b")[0]
+    with_logprobs = complete(llm, structured_outputs=spec, logprobs=2)
     assert with_logprobs.text == free.text and any(
         next(iter(at.values())).rank > 3 for at in with_logprobs.logprobs
     )
     with pytest.raises(InvalidRequest, match="exclude each other"):
-        one(llm, structured_outputs=spec, allowed_token_ids=[5])
+        complete(llm, structured_outputs=spec, allowed_token_ids=[5])
 
 
-def test_what_cannot_be_compiled_is_refused_and_leaves_nothing_behind(llm: LLM) -> None:
+def test_specifications_that_cannot_be_compiled_are_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="not supported"):
         llm.generate(
             ["a", "b"], [SamplingParams(max_tokens=5), params(1, json={"not": {}})], use_tqdm=False
@@ -222,22 +232,22 @@ def test_a_stream_is_guided_too(llm: LLM) -> None:
 
 @pytest.mark.skipif(embedded.find_spec(embedded.PACKAGE) is None, reason=embedded.INSTALL)
 def test_the_embedded_model_fills_in_a_form() -> None:
-    known = {
+    fields = {
         "city": {"type": "string", "maxLength": 20},
         "country": {"enum": ["France", "Spain"]},
         "old": {"type": "boolean"},
     }
     schema = {
         "type": "object",
-        "properties": known,
-        "required": list(known),
+        "properties": fields,
+        "required": list(fields),
         "additionalProperties": False,
     }
     llm = LLM(max_model_len=512, progress=False)
-    asked = [{"role": "user", "content": "Describe the capital of France as JSON."}]
+    messages = [{"role": "user", "content": "Describe the capital of France as JSON."}]
     greedy, hot = (
         llm.chat(
-            asked,
+            messages,
             SamplingParams(
                 temperature=t,
                 seed=1,
@@ -248,6 +258,6 @@ def test_the_embedded_model_fills_in_a_form() -> None:
         for t in (0.0, 1.5)
     )
     for output in (greedy, hot):
-        found = json.loads(output[0].outputs[0].text)
-        assert list(found) == list(known) and found["country"] in ("France", "Spain")
+        form = json.loads(output[0].outputs[0].text)
+        assert list(form) == list(fields) and form["country"] in ("France", "Spain")
     assert json.loads(greedy[0].outputs[0].text)["city"].startswith("Paris")

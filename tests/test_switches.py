@@ -33,7 +33,7 @@ SWITCHES: list[dict[str, Any]] = [
 
 
 class PlainAttention:
-    """An attention backend of the user's: one sequence after another, without a fused softmax."""
+    """A user's attention backend: one sequence after another, without a fused softmax."""
 
     name = "plain"
     calls = 0
@@ -132,7 +132,7 @@ def test_a_contiguous_sequence_reserves_its_blocks_when_it_starts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (dict(kv_cache=False, swap_space=1), "swap_space does not work with kv_cache=False"),
         (
@@ -155,21 +155,23 @@ def test_a_contiguous_sequence_reserves_its_blocks_when_it_starts() -> None:
         ),
     ],
 )
-def test_options_that_contradict_a_switch_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(InvalidRequest, match=says):
+def test_options_that_contradict_a_switch_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         EngineOptions(**options)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("triton", "attention_backend triton needs an NVIDIA GPU, but the device is cpu"),
         ("no.such:Backend", "attention_backend 'no.such:Backend' cannot be loaded"),
         ("tests.tiny:model_dir", "has no name and no attention and no kv_dtypes"),
     ],
 )
-def test_a_backend_that_cannot_run_is_refused_by_name(name: str, says: str) -> None:
-    with pytest.raises(InvalidRequest, match=says):
+def test_a_backend_that_cannot_run_is_refused_by_name(name: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         select("cpu", OperatorChoice(attention=name))
 
 
@@ -192,7 +194,7 @@ def test_a_backend_of_vllm_means_the_default() -> None:
     assert EngineOptions(attention_backend="FLASH_ATTN").attention_backend == "auto"
 
 
-def test_operators_are_exchanged_where_they_should_be() -> None:
+def test_operators_are_replaced_where_they_should_be() -> None:
     plain = select("cpu")
     assert select("cpu", OperatorChoice(attention="cpu")).name == plain.name
     composed = select("cpu", OperatorChoice(attention="reference", fused_kernels=False))

@@ -56,22 +56,22 @@ def has_ended(pid: int, seconds: float = 20) -> bool:
     return False
 
 
-def check_equal(found: list[RequestOutput], wanted: list[RequestOutput]) -> None:
-    for have, want in zip(found, wanted, strict=True):
-        assert have.error is None
-        for own, other in zip(have.outputs, want.outputs, strict=True):
-            assert own.token_ids == other.token_ids
-            assert own.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
-            for mine, theirs in zip(own.logprobs or [], other.logprobs or [], strict=True):
-                assert mine.keys() == theirs.keys()
-                for token, value in mine.items():
-                    assert value.logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
-        for mine, theirs in zip(
-            (have.prompt_logprobs or [])[1:], (want.prompt_logprobs or [])[1:], strict=True
+def check_equal(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.error is None
+        for a, b in zip(output.outputs, other.outputs, strict=True):
+            assert a.token_ids == b.token_ids
+            assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-3)
+            for entries, other_entries in zip(a.logprobs or [], b.logprobs or [], strict=True):
+                assert entries.keys() == other_entries.keys()
+                for token, entry in entries.items():
+                    assert entry.logprob == pytest.approx(other_entries[token].logprob, abs=1e-4)
+        for entries, other_entries in zip(
+            (output.prompt_logprobs or [])[1:], (other.prompt_logprobs or [])[1:], strict=True
         ):
-            assert mine is not None and theirs is not None
-            for token, value in mine.items():
-                assert value.logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
+            assert entries is not None and other_entries is not None
+            for token, entry in entries.items():
+                assert entry.logprob == pytest.approx(other_entries[token].logprob, abs=1e-4)
 
 
 def generate(llm: LLM) -> list[RequestOutput]:
@@ -80,10 +80,10 @@ def generate(llm: LLM) -> list[RequestOutput]:
 
 
 def test_two_ranks_generate_the_tokens_of_one() -> None:
-    wanted = generate(make("llama", 1))
+    expected = generate(make("llama", 1))
     llm = make("llama", 2)
     (pid,) = processes(llm)
-    check_equal(generate(llm), wanted)
+    check_equal(generate(llm), expected)
     config = llm.config
     assert (config.num_heads, config.num_kv_heads, config.vocab_size) == (2, 1, 300)
     assert llm.memory.kv_per_token == 2 * 2 * 1 * 8 * 4, "K and V, layers, KV heads, dim, bytes"
@@ -97,9 +97,9 @@ def test_two_ranks_generate_the_tokens_of_one() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_generates_the_tokens_of_one_rank(architecture: str, size: int) -> None:
-    wanted = generate(make(architecture, 1))
+    expected = generate(make(architecture, 1))
     llm = make(architecture, size)
-    check_equal(generate(llm), wanted)
+    check_equal(generate(llm), expected)
     llm.close()
 
 
@@ -129,15 +129,15 @@ def test_every_option_works_on_two_ranks(name: str) -> None:
             "LLAMA", model_dir("llama")
         )
     llm = make("llama", 2, **options)
-    found = generate(llm)
+    outputs = generate(llm)
     llm.close()
     if name in ("int8 weights", "int8 kv", "float16"):
-        assert all(output.error is None for output in found)
-        assert all(len(output.outputs[0].token_ids) == 64 for output in found[: len(PROMPTS)])
+        assert all(output.error is None for output in outputs)
+        assert all(len(output.outputs[0].token_ids) == 64 for output in outputs[: len(PROMPTS)])
     else:
         same = {"kv_eviction", "kv_budget"} & OPTIONS[name].keys()
-        wanted = make("llama", 1, **{key: OPTIONS[name][key] for key in same})
-        check_equal(found, generate(wanted))
+        plain = make("llama", 1, **{key: OPTIONS[name][key] for key in same})
+        check_equal(outputs, generate(plain))
 
 
 @pytest.mark.slow
@@ -145,22 +145,22 @@ def test_a_prompt_is_served_from_disk_after_a_restart(tmp_path: Path) -> None:
     options = {"kv_disk_path": tmp_path, "swap_space": 0.01}
     prompt = list(range(40))
     first = make("llama", 2, **options)
-    (wanted,) = first.generate([prompt], GREEDY, use_tqdm=False)
+    (expected,) = first.generate([prompt], GREEDY, use_tqdm=False)
     first.close()
     folders = sorted(path.name for path in tmp_path.iterdir())
     assert len(folders) == 2, "every rank has records of its own"
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     again = make("llama", 2, **options)
-    (found,) = again.generate([prompt], params, use_tqdm=False)
-    assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+    (output,) = again.generate([prompt], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     assert again.engine.scheduler.counters.tiers.disk_tokens >= 32
     again.close()
-    # Without the records of one rank nothing is found, and nothing is wrong.
+    # Without the records of one rank there are no prefix hits, and the tokens are right.
     for record in (tmp_path / folders[1]).iterdir():
         record.unlink()
     third = make("llama", 2, **options)
-    (found,) = third.generate([prompt], params, use_tqdm=False)
-    assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+    (output,) = third.generate([prompt], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     assert third.engine.scheduler.counters.tiers.disk_tokens == 0
     third.close()
 
@@ -228,8 +228,10 @@ def test_a_model_that_cannot_be_loaded_leaves_no_process(tmp_path: Path) -> None
         LLM(tmp_path, tensor_parallel_size=2, **SMALL)
     with pytest.raises(OctavoError, match="tensor_parallel_size 5 is too large"):
         make("llama", 5)
-    own = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    ranks = [pid for pid in own if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    ranks = [
+        pid for pid in children if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     assert not ranks
 
 

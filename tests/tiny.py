@@ -57,7 +57,7 @@ def hf_model(architecture: str) -> Any:
     torch.manual_seed(len(architecture))
     model = getattr(transformers, name)(config).eval()
     with torch.no_grad():
-        # large enough that attention and position decide the token
+        # weights so large that attention and position determine the token
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.3)
@@ -74,12 +74,12 @@ def model_dir(architecture: str = "llama") -> str:
 
 @torch.no_grad()
 def hf_logits(architecture: str, ids: list[int]) -> torch.Tensor:
-    """[len(ids), vocab], without any cache."""
+    """Return logits [len(ids), vocab], without any cache."""
     return hf_model(architecture)(torch.tensor([ids]), use_cache=False).logits[0]
 
 
 def hf_greedy(architecture: str, prompt: list[int], n: int, ignore_eos: bool = True) -> list[int]:
-    """The naive loop: the whole sequence again for every token."""
+    """Generate with a naive loop, which computes the whole sequence again for every token."""
     ids = list(prompt)
     while len(ids) < len(prompt) + n:
         ids.append(int(hf_logits(architecture, ids)[-1].argmax()))
