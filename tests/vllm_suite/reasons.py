@@ -72,6 +72,7 @@ REASONS: dict[str, str] = {
     "openai/test_run_batch.py::test_completions": FORM,
     "openai/test_run_batch.py::test_embeddings": FORM,
     "openai/test_run_batch.py::test_download_bytes_*": INTERNAL,
+    "openai/test_run_batch.py::test_reasoning_parser": SLOW,
     "openai/test_run_batch.py::test_transcription*": INPUT,
     "openai/test_run_batch.py::test_translation": INPUT,
     "pooling/basic/test_truncation.py::test_bigger_truncation_size": WORDS,
