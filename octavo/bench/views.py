@@ -21,6 +21,7 @@ VIEWS = {
     "compare": "octavo.bench.compare",
     "deterministic": "octavo.bench.deterministic",
     "sweep": "octavo.bench.sweep",
+    "options": "octavo.bench.option_effects",
     "memory": "octavo.bench.memory_use",
     "decoding": "octavo.bench.decoding",
     "transports": "octavo.bench.transports",

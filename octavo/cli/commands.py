@@ -57,6 +57,7 @@ BENCHES = (
     "bench_speculation",
     "bench_sweep",
     "bench_ablation",
+    "bench_option_effects",
     "bench_deterministic",
     "bench_compare",
 )
