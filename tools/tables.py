@@ -33,6 +33,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PICTURES: dict[str, str] = {
     "docs/pictures/ablation-smollm2-cpu.svg": "results/ablation-smollm2-cpu.json",
     "docs/pictures/compare-cpu.svg": "results/compare-cpu.json",
+    "docs/pictures/options-smollm2-cpu.svg": "results/options-smollm2-cpu.json",
 }
 MARKED = re.compile(
     r"(?P<begin><!-- table: (?P<kind>\S+) (?P<files>[^>]*?) -->\n)(?P<body>.*?)"
