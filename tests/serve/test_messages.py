@@ -224,7 +224,8 @@ WRONG: list[tuple[dict[str, Any], int, str, str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": -2}},
      400, "invalid_request_error", "thinking.budget_tokens must be at least -1"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "no built-in tools"),
-    ({"n": 2}, 400, "invalid_request_error", "n is not supported"),
+    ({"n": 2}, 400, "invalid_request_error", "n is not supported: this API does not have it"),
+    ({"max_new_tokens": 2}, 400, "invalid_request_error", "max_new_tokens is not supported: use max_tokens"),
     ({"max_tokens": "many"}, 400, "invalid_request_error", "expected integer"),
 ]  # fmt: skip
 

@@ -152,6 +152,17 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"options": {"num_predict": 0}}, 400, "options.num_predict must be"),
     (CHAT, {"options": {"mirostat": 2}}, 400, "options.mirostat is not supported"),
     (CHAT, {"format": "yaml"}, 400, "format must be"),
+    (CHAT, {"options": {"max_tokens": 4}}, 400, "options.max_tokens is not supported: use options.num_predict"),
+    (CHAT, {"options": {"logit_bias": {"1": 1}}}, 400, "send logit_bias as a field of the request"),
+    (CHAT, {"options": {"n": 2}}, 400, "options.n is not supported: this API does not have it"),
+    (CHAT, {"max_tokens": 4}, 400, "max_tokens is not supported: use options.num_predict"),
+    (GENERATE, {"max_tokens": 4}, 400, "max_tokens is not supported: use options.num_predict"),
+    (GENERATE, {"max_length": 4, "raw": True}, 400, "max_length is not supported: use options.num_predict"),
+    (CHAT, {"temperature": 9}, 400, "temperature must be in"),
+    (CHAT, {"prompt": "x"}, 400, "prompt is not supported: this route does not accept it, but /api/generate does"),
+    (GENERATE, {"messages": HI}, 400,
+     "messages is not supported: this route does not accept it, but /api/chat does "
+     "(the conversation; /api/generate has prompt instead)"),
     (GENERATE, {"options": {"top_p": 7}}, 400, "options.top_p"),
     (GENERATE, {"prompt": "x" * 2000}, 400, "the context holds 1024"),
     (GENERATE, {"prompt": "x", "raw": True, "options": {"temperature": 9}}, 400, "options.temperature"),
@@ -168,6 +179,7 @@ def test_errors_have_ollamas_shape(
     reply = running.post(path, {**base, **asked})
     assert reply.status_code == status, reply.text
     assert set(reply.json()) == {"error"} and message in reply.json()["error"], reply.text
+    assert not (message.startswith("temperature") and "options" in reply.json()["error"])
 
 
 def test_a_raw_prompt_has_no_reasoning_to_turn_on(running: Running) -> None:

@@ -274,6 +274,16 @@ def test_errors_name_the_fields_of_this_api(running: Running) -> None:
         assert "messages" not in error["message"]
 
 
+def test_an_error_keeps_a_name_that_the_client_sent(running: Running) -> None:
+    for name in ("max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict"):
+        error = check_error(running.post(PATH, {**BASE, name: 4}), 400, name)
+        assert error["message"] == f"{name} is not supported: use max_output_tokens"
+    error = check_error(running.post(PATH, {**BASE, "messages": []}), 400, "messages")
+    assert error["message"] == "messages is not supported: use input"
+    error = check_error(running.post(PATH, {**BASE, "min_tokens": 20}), 400, "min_tokens")
+    assert error["message"] == "min_tokens (20) must not exceed max_output_tokens (12)"
+
+
 def test_a_prompt_that_does_not_fit_is_truncated_if_the_client_says_so(running: Running) -> None:
     check_error(
         running.post(PATH, {**BASE, "input": LONG}), 400, "input", "context_length_exceeded"

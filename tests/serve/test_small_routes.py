@@ -103,7 +103,7 @@ def test_plain_generation_refuses_what_it_would_not_do(running: Running) -> None
             next(iter(body)),
             "unsupported_parameter",
         )
-        assert "/v1/" in said["message"] or "max_new_tokens sets the length" in said["message"]
+        assert "/v1/" in said["message"] or "use max_new_tokens" in said["message"]
     assert (
         running.post(
             "/generate", {"prompt": "x", "max_new_tokens": 1, "stream": False, "n": 1}

@@ -34,7 +34,7 @@ from octavo.serve.api.reply_writer import (
     ReplyParser,
     arguments_object,
 )
-from octavo.serve.api.request_fields import FIELDS, REFUSED
+from octavo.serve.api.request_fields import IGNORED, LABEL, OLLAMA_TABLE
 from octavo.serve.api.translation import FieldNames, Translation, common_fields, member
 from octavo.serve.channel.messages import Loaded
 from octavo.serve.limits import Limits
@@ -42,6 +42,10 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_calls import CallDelta
 
 SECOND = 1_000_000_000  # Ollama counts nanoseconds.
+REQUEST_FIELDS = {
+    *OllamaChatRequest.__struct_fields__,
+    *OllamaGenerateRequest.__struct_fields__,
+}
 # The options with an effect -> the fields of a chat request.
 OPTIONS = {
     "temperature": "temperature",
@@ -148,11 +152,13 @@ def read_options(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     fields = {OPTIONS[name]: getattr(known, name) for name in OPTIONS}
     ignored: list[str] = []
     for name, value in unknown.items():
-        field = FIELDS.get(name)
-        if field is None or field.chat != REFUSED:
+        field = OLLAMA_TABLE.get(name)
+        if field is None or field.chat in (IGNORED, LABEL):
             ignored.append(f"options.{name[:64]}")
         elif value not in field.neutral:
-            raise unsupported(f"options.{name}", field.note)
+            is_outer = name in REQUEST_FIELDS
+            reason = f"send {name} as a field of the request" if is_outer else field.note
+            raise unsupported(f"options.{name}", reason)
     if fields["max_tokens"] == -2:
         fields["max_tokens"] = -1  # Both values stand for as many tokens as fit.
     return {name: value for name, value in fields.items() if value is not None}, ignored

@@ -14,6 +14,7 @@ field. A field that is not in the table is unknown: it is ignored, or refused wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 HONOURED = "honoured"
@@ -22,12 +23,18 @@ IGNORED = "ignored"
 REFUSED = "refused"
 
 
+# The routes to which the statuses of a field belong.
+OPENAI_ROUTES = ("/v1/chat/completions", "/v1/completions")
+OLLAMA_ROUTES = ("/api/chat", "/api/generate")
+
+
 class Field(NamedTuple):
     name: str
     chat: str  # The status on /v1/chat/completions.
     completion: str  # The status on /v1/completions, and on other routes that lack the field.
     note: str  # The meaning of the field, or the reason why it is not honoured.
     neutral: tuple[Any, ...] = ()  # The values that do not change the reply.
+    routes: tuple[str, str] = OPENAI_ROUTES  # The routes of the two statuses.
 
 
 def _both(status: str, name: str, note: str, *neutral: Any) -> Field:
@@ -252,6 +259,25 @@ GROUPS: dict[str, tuple[Field, ...]] = {
     "Scheduling, caching and labels": SERVING,
 }
 FIELDS = {field.name: field for group in GROUPS.values() for field in group}
+# The names that clients of any API use for the length of the reply.
+LENGTHS = (
+    "max_tokens", "max_completion_tokens", "max_new_tokens", "max_length", "n_predict",
+    "num_predict",
+)  # fmt: skip
+
+
+def _named(replacements: Mapping[str, str]) -> dict[str, Field]:
+    """Return fields that a route refuses, because it has them under other names."""
+    return {
+        name: _both(REFUSED, name, f"use {route_name}", *FIELDS[name].neutral)
+        for name, route_name in replacements.items()
+    }
+
+
+# The fields of /generate, /batch_generate and the WebSocket.
+PLAIN_TABLE = FIELDS | _named(
+    {name: "max_new_tokens" for name in LENGTHS if name != "max_new_tokens"}
+)
 
 # ---- the fields of other APIs --------------------------------------------------------------------
 
@@ -340,7 +366,7 @@ RESPONSES = (
     _both(REFUSED, "moderation", "this server has no moderation"),
 )  # fmt: skip
 OLLAMA = (
-    _chat("messages", "the conversation"),
+    _chat("messages", "the conversation; /api/generate has prompt instead"),
     _chat("tools", "the functions that the model may call", []),
     _completion("prompt", "a text; without one, the reply only says that the model is loaded"),
     _completion("system", "the system prompt", ""),
@@ -447,22 +473,39 @@ APIS: dict[str, tuple[Field, ...]] = {
 }
 
 
-def api_table(group: tuple[Field, ...]) -> dict[str, Field]:
-    """Return the fields of an API, and those of the chat API, which its routes refuse."""
-    return FIELDS | {field.name: field for field in group}
+def api_table(
+    group: tuple[Field, ...],
+    replacements: Mapping[str, str],
+    routes: tuple[str, str] = OPENAI_ROUTES,
+) -> dict[str, Field]:
+    """Return the fields of an API, and those of the chat API, which its routes refuse.
+
+    `replacements` maps fields of the chat API to the fields of this API that have their effect.
+    """
+    refused = {
+        name: _both(REFUSED, name, "this API does not have it", *field.neutral)
+        for name, field in FIELDS.items()
+        if HONOURED in (field.chat, field.completion)
+    }
+    own = {field.name: field._replace(routes=routes) for field in group}
+    return FIELDS | refused | _named(replacements) | own
 
 
-MESSAGES_TABLE = api_table(MESSAGES)
-RESPONSES_TABLE = api_table(RESPONSES)
-OLLAMA_TABLE = api_table(OLLAMA)
-EMBEDDINGS_TABLE = api_table(EMBEDDINGS)
+MESSAGES_TABLE = api_table(MESSAGES, {**dict.fromkeys(LENGTHS, "max_tokens"), "prompt": "messages"})
+RESPONSES_TABLE = api_table(
+    RESPONSES, {**dict.fromkeys(LENGTHS, "max_output_tokens"), "messages": "input"}
+)
+OLLAMA_TABLE = api_table(OLLAMA, dict.fromkeys(LENGTHS, "options.num_predict"), OLLAMA_ROUTES)
+OLLAMA_EMBED_TABLE = api_table(OLLAMA, {}, OLLAMA_ROUTES)
+EMBEDDINGS_TABLE = api_table(EMBEDDINGS, {"prompt": "input"})
 
 
 def _status(field: Field) -> str:
     """Return the status of a field of another API, and the route if only one route has it."""
     if field.chat == field.completion:
         return field.chat
-    route = "/api/chat" if field.chat == HONOURED else "/api/generate"
+    chat_route, generate_route = OLLAMA_ROUTES
+    route = chat_route if field.chat == HONOURED else generate_route
     return f"{HONOURED} by {route}"
 
 

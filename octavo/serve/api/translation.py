@@ -3,13 +3,13 @@
 Each API has a module that translates its requests: `anthropic_messages`, `openai_responses` and
 `ollama_api`. The chat request then takes the path of /v1/chat/completions, which checks all values.
 So an error of that path names a field of the chat request. `FieldNames.errors` gives it the name
-that the client used.
+that the client used. It leaves the name if the client itself sent a field of that name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,10 +42,12 @@ class FieldNames:
     message_paths: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # The fields without effect.
     unknown: list[str] = field(default_factory=list)  # The fields that the API does not have.
+    sent: Collection[str] = ()  # The names that are not translated, because the client sent them.
 
     @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Rename the fields in errors."""
+    def errors(self, sent: Collection[str] = ()) -> Iterator[None]:
+        """Rename the fields in errors, except the fields that the client `sent` itself."""
+        self.sent = sent
         try:
             yield
         except (ApiError, InvalidRequest) as error:
@@ -74,7 +76,12 @@ class FieldNames:
 
         text = MESSAGE_FIELD.sub(client_path, text)
         for pattern, client_name in self.names.items():
-            text = re.sub(rf"(?<![\w.]){pattern}(?!\w)", client_name, text)
+
+            def client_field(match: re.Match[str], client_name: str = client_name) -> str:
+                field_name, _, _ = match[0].partition(".")
+                return match[0] if field_name in self.sent else match.expand(client_name)
+
+            text = re.sub(rf"(?<![\w.]){pattern}(?!\w)", client_field, text)
         return text
 
 
@@ -119,6 +126,12 @@ class Conversation:
         if id in self._tools:
             result["name"] = self._tools[id]
         self.append(result, path)
+
+
+def sent_names(body: Common, unknown: Mapping[str, Any]) -> set[str]:
+    """Return the fields of a request that the translated request has under the same names."""
+    common = {name for name, value in common_fields(body).items() if value is not None}
+    return common | unknown.keys()
 
 
 def common_fields(body: Common) -> dict[str, Any]:

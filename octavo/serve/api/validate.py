@@ -132,12 +132,11 @@ def _refusal_reason(field: Field) -> str:
     """Explain why a route refuses a field."""
     if field.chat == field.completion == REFUSED:
         return field.note
+    chat_route, completion_route = field.routes
     if field.chat == REFUSED or field.completion == REFUSED:
-        other_route = "/v1/completions" if field.chat == REFUSED else "/v1/chat/completions"
+        other_route = completion_route if field.chat == REFUSED else chat_route
         return f"this route does not accept it, but {other_route} does ({field.note})"
-    if field.name == "max_tokens":
-        return "on this route, max_new_tokens sets the length of the reply"
-    return "this route does not accept it, but /v1/completions does"
+    return f"this route does not accept it, but {completion_route} does"
 
 
 def sampling(front: Front, body: Common) -> SamplingParams:

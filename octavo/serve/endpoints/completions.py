@@ -105,7 +105,7 @@ async def generate_tokens(exchange: Exchange) -> None:
     front = exchange.front
     body, unknown = await exchange.body(TokensRequest, generates=True)
     completion, moved_fields = token_generation.to_completion(body)
-    with FieldNames({"prompt": "token_ids"}).errors():
+    with FieldNames({"prompt": "token_ids"}).errors(sent=unknown):
         prepared, reply_format = await prepare_completion(
             front, exchange.caller, completion, {**moved_fields, **unknown}
         )

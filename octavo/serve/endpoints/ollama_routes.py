@@ -15,7 +15,7 @@ from octavo.serve.api.protocol import (
 from octavo.serve.api.reply_writer import ReplyParser
 from octavo.serve.api.request_fields import OLLAMA_TABLE
 from octavo.serve.api.request_reasoning import model_style
-from octavo.serve.api.translation import Translation
+from octavo.serve.api.translation import Translation, sent_names
 from octavo.serve.endpoints.completions import answer, prepare_completion
 from octavo.serve.endpoints.translated import (
     finish_headers,
@@ -30,7 +30,7 @@ async def chat(exchange: Exchange) -> None:
     config = front.config
     body, unknown = await exchange.body(OllamaChatRequest, generates=True)
     translation = ollama_api.chat_to_chat(body, config.names, config.limits)
-    with translation.fields.errors():
+    with translation.fields.errors(sent_names(body, unknown)):
         if not body.messages:
             return await reply_loaded(exchange, translation, unknown, is_chat=True)
         prepared, reply_format = await prepare(exchange, translation, unknown, OLLAMA_TABLE)
@@ -46,7 +46,7 @@ async def generate(exchange: Exchange) -> None:
     if body.raw and body.prompt:
         return await generate_raw(exchange, body, unknown)
     translation = ollama_api.generate_to_chat(body, config.names)
-    with translation.fields.errors():
+    with translation.fields.errors(sent_names(body, unknown)):
         if not body.prompt:
             return await reply_loaded(exchange, translation, unknown, is_chat=False)
         prepared, reply_format = await prepare(exchange, translation, unknown, OLLAMA_TABLE)
@@ -62,7 +62,7 @@ async def generate_raw(
     front = exchange.front
     config = front.config
     completion, fields = ollama_api.generate_to_completion(body, config.names)
-    with fields.errors():
+    with fields.errors(sent_names(body, unknown)):
         prepared, reply_format = await prepare_completion(
             front, exchange.caller, completion, unknown, OLLAMA_TABLE
         )

@@ -27,7 +27,7 @@ from octavo.serve.api.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from octavo.serve.api.request_fields import EMBEDDINGS_TABLE, OLLAMA_TABLE, Field
+from octavo.serve.api.request_fields import EMBEDDINGS_TABLE, OLLAMA_EMBED_TABLE, Field
 from octavo.serve.api.translation import FieldNames
 from octavo.serve.api.validate import CheckedRequest, Prepared
 from octavo.serve.endpoints.completions import open_call
@@ -143,7 +143,7 @@ async def pool_ollama(
     params = api.params_of(fields, body.dimensions, front.engine_client.model.hidden_size)
     names = FieldNames({"prompt": param}, ignored=["options"] if body.options else [])
     request = api.completion_of(fields, texts)
-    return await pool(exchange, request, names, unknown, params, table=OLLAMA_TABLE)
+    return await pool(exchange, request, names, unknown, params, table=OLLAMA_EMBED_TABLE)
 
 
 async def pool(
@@ -158,7 +158,7 @@ async def pool(
     """Compute the prompts of a request. `kind` is a name of POOLINGS, by default the model's."""
     front = exchange.front
     pooler = front.engine_client.model.pooler
-    with names.errors():
+    with names.errors(sent=unknown):
         prepared = await prepare(exchange, request, unknown, table)
         validate.ignore(prepared.headers, *names.ignored)
         for engine_request in prepared.requests:

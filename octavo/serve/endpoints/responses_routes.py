@@ -11,6 +11,7 @@ from octavo.serve.api.api_errors import api_error, invalid_field, unsupported
 from octavo.serve.api.openai_responses import ResponseWriter, new_response, response_id
 from octavo.serve.api.protocol import ResponsesRequest
 from octavo.serve.api.request_fields import RESPONSES_TABLE
+from octavo.serve.api.translation import sent_names
 from octavo.serve.endpoints.completions import answer, open_call
 from octavo.serve.endpoints.translated import prepare
 from octavo.serve.front.engine_client import Call
@@ -36,7 +37,7 @@ async def create(exchange: Exchange) -> None:
             output = openai_responses.reply_messages(response)
             store.add(caller.owner, response, [*messages, *output])
 
-    with translation.fields.errors():
+    with translation.fields.errors(sent_names(body, unknown)):
         prepared, reply_format = await prepare(exchange, translation, unknown, RESPONSES_TABLE)
         response = new_response(body, response_id(caller.id), front.config.name)
         writer = ResponseWriter(

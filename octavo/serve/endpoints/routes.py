@@ -15,6 +15,7 @@ from octavo.serve.api.protocol import (
     GenerateRequest,
     TokenizeRequest,
 )
+from octavo.serve.api.request_fields import PLAIN_TABLE
 from octavo.serve.api.request_tools import read_tools
 from octavo.serve.api.validate import CheckedRequest, Prepared
 from octavo.serve.channel.jobs import Encode, EncodeChat, Tokenize
@@ -160,7 +161,7 @@ async def prepare_generate(
 
 async def generate(exchange: Exchange) -> None:
     body, unknown = await exchange.body(GenerateRequest, generates=True)
-    headers = validate.check_fields(exchange.front, unknown, chat=False)
+    headers = validate.check_fields(exchange.front, unknown, chat=False, table=PLAIN_TABLE)
     if body.prompt is None:
         raise invalid_field("prompt", "prompt is missing: it must be a string")
     prepared = await prepare_generate(exchange.front, exchange.caller, body, [body.prompt], headers)
@@ -170,7 +171,7 @@ async def generate(exchange: Exchange) -> None:
 
 async def batch_generate(exchange: Exchange) -> None:
     body, unknown = await exchange.body(BatchGenerateRequest, generates=True)
-    headers = validate.check_fields(exchange.front, unknown, chat=False)
+    headers = validate.check_fields(exchange.front, unknown, chat=False, table=PLAIN_TABLE)
     prompts = check_prompts(exchange.front, body.prompts)
     prepared = await prepare_generate(exchange.front, exchange.caller, body, prompts, headers)
     await exchange.reply(

@@ -29,6 +29,7 @@ from octavo.serve.api import replies, validate
 from octavo.serve.api.api_errors import ApiError, api_error, cancelled, invalid_field
 from octavo.serve.api.parse import Bytes, is_quick, parse
 from octavo.serve.api.protocol import GenerateRequest
+from octavo.serve.api.request_fields import PLAIN_TABLE
 from octavo.serve.endpoints.completions import open_call
 from octavo.serve.endpoints.routes import prepare_generate
 from octavo.serve.front.body_memory import BodyReservation
@@ -146,7 +147,7 @@ class Session:
             return
         if unknown.get("stream") is True:
             del unknown["stream"]  # A WebSocket always streams.
-        headers = validate.check_fields(self.front, unknown, chat=False)
+        headers = validate.check_fields(self.front, unknown, chat=False, table=PLAIN_TABLE)
         if request.prompt is None:
             raise invalid_field("prompt", "prompt is missing: it must be a string")
         caller = Caller(key=self.caller.key, timeout=self.caller.timeout, span=self.caller.span)
