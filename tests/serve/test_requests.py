@@ -293,6 +293,26 @@ def test_unknown_fields_are_named_and_counted(running: Running) -> None:
     assert running.metrics()["octavo:ignored_params_total"] >= 1
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/chat/completions", {"mesages": HI}, "messages must have at least one message; "
+         "the request has the unknown field mesages"),
+        ("/v1/completions", {"promt": "x", "n_tokens": 3}, "; the request has the unknown fields promt, n_tokens"),
+        ("/v1/responses", {"messages": HI}, "; the request has the unknown field messages"),
+        ("/generate", {"text": "x"}, "prompt is missing: it must be a string; "
+         "the request has the unknown field text"),
+        ("/v1/chat/completions", {"mesages": HI, "messages": []}, "must have at least one message"),
+    ],
+)  # fmt: skip
+def test_an_error_about_a_missing_field_names_the_unknown_fields(
+    running: Running, path: str, body: dict[str, Any], message: str
+) -> None:
+    reply = running.post(path, body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].endswith(message)
+
+
 def test_the_empty_prompt_is_the_token_that_begins_a_text(running: Running) -> None:
     assert running.complete(prompt="")["usage"]["prompt_tokens"] == 1
 

@@ -23,6 +23,7 @@ LONG_NUMBER = re.compile(rb"\d{19}")  # Such a number may exceed 64 bits.
 SMALL_BODY = 4096  # bytes
 MAX_BRIEF_VALUES = 64
 MAX_BRIEF_BYTES = 1024
+MAX_NAMED_FIELDS = 3  # in an error about a missing field
 ESCAPED_COLON = b"\\u003"
 # A body is parsed within 2 ms if it has at most INLINE_BYTES, or if it is mostly text. Then it has
 # at most LONG_TEXT bytes and few commas, which limit the number of values.
@@ -83,6 +84,21 @@ def count_values(value: Any, limit: int) -> int:
         if not isinstance(item, SCALARS) and item is not None:
             count += count_values(item, limit - count) - 1
     return count
+
+
+def name_unknown_fields(
+    error: ApiError, request: msgspec.Struct, unknown: dict[str, Any]
+) -> ApiError:
+    """Return an error about a field that a request lacks, which names the unknown fields.
+
+    One of them may be the field with a typing error. Other errors are returned unchanged.
+    """
+    is_missing = error.param is not None and getattr(request, error.param, False) is None
+    if is_missing and unknown:
+        names = [name[:64] for name in unknown][:MAX_NAMED_FIELDS]
+        fields = "field" if len(names) == 1 else "fields"
+        error.message += f"; the request has the unknown {fields} {', '.join(names)}"
+    return error
 
 
 # ---- JSON ----------------------------------------------------------------------------------------

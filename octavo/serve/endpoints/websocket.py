@@ -27,7 +27,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from octavo.serve.api import replies, validate
 from octavo.serve.api.api_errors import ApiError, api_error, cancelled, invalid_field
-from octavo.serve.api.parse import Bytes, is_quick, parse
+from octavo.serve.api.parse import Bytes, is_quick, name_unknown_fields, parse
 from octavo.serve.api.protocol import GenerateRequest
 from octavo.serve.api.request_fields import PLAIN_TABLE
 from octavo.serve.endpoints.completions import open_call
@@ -149,7 +149,8 @@ class Session:
             del unknown["stream"]  # A WebSocket always streams.
         headers = validate.check_fields(self.front, unknown, chat=False, table=PLAIN_TABLE)
         if request.prompt is None:
-            raise invalid_field("prompt", "prompt is missing: it must be a string")
+            error = invalid_field("prompt", "prompt is missing: it must be a string")
+            raise name_unknown_fields(error, request, unknown)
         caller = Caller(key=self.caller.key, timeout=self.caller.timeout, span=self.caller.span)
         prepared = await prepare_generate(
             self.front, caller, request, [request.prompt], headers, stream=True

@@ -15,7 +15,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from octavo.serve.api.api_errors import ApiError
-from octavo.serve.api.parse import Bytes
+from octavo.serve.api.parse import Bytes, name_unknown_fields
 from octavo.serve.front.body_memory import SMALL, BodyReservation
 from octavo.serve.front.engine_client import Call
 from octavo.serve.front.front import Caller, Front
@@ -41,6 +41,8 @@ class Exchange:
         self._send = send
         self._request: HttpRequest = scope["octavo.request"]
         self._repeated_body: bytes | None = None  # A body that another handler reads again.
+        # The request in the body, and its unknown fields.
+        self._decoded_body: tuple[msgspec.Struct, dict[str, Any]] | None = None
 
     async def body(self, kind: type[T], generates: bool = False) -> tuple[T, dict[str, Any]]:
         """Return the body of the request as a `kind`, and its unknown fields.
@@ -54,7 +56,18 @@ class Exchange:
             data = await self.read(reservation)
             if generates:
                 self.front.check_may_send(self.caller)
-            return await body.decode(self.front.pool, data, kind, self.front.config.limits)
+            request, unknown = await body.decode(
+                self.front.pool, data, kind, self.front.config.limits
+            )
+        self._decoded_body = request, unknown
+        return request, unknown
+
+    def explain(self, error: ApiError) -> ApiError:
+        """Return an error with the unknown fields of the request, if the request lacks a field."""
+        if self._decoded_body is None:
+            return error
+        request, unknown = self._decoded_body
+        return name_unknown_fields(error, request, unknown)
 
     def _is_large(self) -> bool:
         length = self.scope["octavo.headers"].get(b"content-length", b"")
@@ -172,7 +185,8 @@ class Endpoint:
         self.handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(self.front, scope, receive, send)
         try:
-            await self.handler(Exchange(self.front, scope, receive, send))
+            await self.handler(exchange)
         except ApiError as error:
-            raise error.forget() from None
+            raise exchange.explain(error.forget()) from None
