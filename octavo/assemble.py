@@ -580,8 +580,8 @@ def load_tokenizer(
     )
     if tokenizer is None:
         raise ModelError(
-            f"{checkpoint.source} has no tokenizer: give tokenizer=DIRECTORY (--tokenizer), or use "
-            "token ids with skip_tokenizer_init=True"
+            f"{checkpoint.source} has no tokenizer: give tokenizer=DIRECTORY (--tokenizer). In "
+            "Python, skip_tokenizer_init=True takes token ids instead of texts"
         )
     if tokenizer.vocab_size < PADDED_VOCABULARY * vocab_size:
         log.warning(

@@ -32,7 +32,7 @@ from octavo.core.batching import check_batching
 from octavo.core.bounded_kv import KV_EVICTIONS
 from octavo.core.draft_methods import parse_speculative
 from octavo.core.policy import find_policy
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, did_you_mean
 from octavo.extensions import ATTENTION_BACKENDS, extension_names, is_path
 from octavo.option_declaration import (
     Option,
@@ -903,8 +903,10 @@ def from_keywords(keywords: dict[str, Any]) -> EngineOptions:
         else:
             unknown.append(name)
     if unknown:
+        hint = did_you_mean(unknown[0], declared)
         raise InvalidRequest(
-            f"LLM does not support these options: {', '.join(unknown)}. Remove them", unknown[0]
+            f"LLM does not support these options: {', '.join(unknown)}. {hint}Remove them",
+            unknown[0],
         )
     if unused:
         log.debug("options without effect here: %s", ", ".join(sorted(unused)))

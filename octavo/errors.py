@@ -5,6 +5,9 @@ A message says what is wrong, what is allowed, and what to do.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class OctavoError(Exception):
     """Root of all errors that Octavo raises on purpose."""
@@ -68,6 +71,12 @@ class KVCorrupted(OctavoError):
 
 class NotEnoughMemory(OctavoError):
     """The weights or the smallest useful KV cache do not fit; the message names values that do."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a sentence with the known name that resembles a wrong one, or an empty text."""
+    close_names = difflib.get_close_matches(name, list(known), n=1, cutoff=0.8)
+    return f"Did you mean {close_names[0]}? " if close_names else ""
 
 
 # The advice if an allocation fails all the same.

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from octavo.config import EMBEDDED
-from octavo.errors import CheckpointError, ModelNotFound
+from octavo.errors import CheckpointError, ModelError, ModelNotFound
 
 HUB_PAGE = r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?"
 PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -20,11 +20,14 @@ CHOICES = (
 )
 
 
-def find_model_files(model: str | Path, weights: bool = True) -> Path | None:
+def find_model_files(
+    model: str | Path, weights: bool = True, tokenizer: bool = False
+) -> Path | None:
     """Return the .gguf file or the directory of a model, or None for a name that only the hub or
     the embedded model can have.
 
-    Without `weights`, a directory needs only its config.json.
+    Without `weights`, a directory needs only its config.json. With `tokenizer`, it also needs a
+    tokenizer.
     """
     path = Path(model).expanduser()
     if path.is_file():
@@ -35,7 +38,10 @@ def find_model_files(model: str | Path, weights: bool = True) -> Path | None:
             )
         return path
     if path.is_dir():
-        return _find_in_directory(path, weights)
+        files = _find_in_directory(path, weights)
+        if tokenizer and files.is_dir():
+            check_tokenizer(files)
+        return files
     name = str(model)
     if page := re.fullmatch(HUB_PAGE, name):
         raise ModelNotFound(
@@ -57,6 +63,26 @@ def _find_in_directory(directory: Path, weights: bool) -> Path:
         return ggufs[0]
     check_directory(directory, weights)
     return directory
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Raise ModelError if a directory has no tokenizer that Octavo can read."""
+    if (directory / "tokenizer.json").is_file():
+        return
+    if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+        return
+    if (directory / "tokenizer.model").is_file():
+        raise ModelError(
+            f"{directory} has only a SentencePiece tokenizer.model. Convert it once, in that "
+            'directory: python -c "from transformers import AutoTokenizer as T; '
+            "T.from_pretrained('.').save_pretrained('.')\" (needs: pip install transformers "
+            "sentencepiece protobuf), which writes tokenizer.json"
+        )
+    raise ModelError(
+        f"{directory} has no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt. "
+        "Name a directory that has them with tokenizer=DIRECTORY (--tokenizer). In Python, "
+        "skip_tokenizer_init=True takes token ids instead of texts"
+    )
 
 
 def check_directory(directory: Path, weights: bool = True) -> None:

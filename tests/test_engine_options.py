@@ -147,6 +147,7 @@ def test_none_asks_for_the_default() -> None:
         ({"kv_cache_memory_bytes": 1}, "bound the KV cache with gpu_memory_utilization"),
         ({"task": "classify"}, "task='classify' is not supported: Octavo generates text and"),
         ({"no": 1}, "LLM does not support these options: no. Remove them"),
+        ({"max_modellen": 3}, "max_modellen. Did you mean max_model_len[?] Remove them"),
     ],
 )
 def test_options_that_would_have_an_effect_are_refused_with_advice(

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,7 @@ from octavo.cli.options import (
     NEUTRAL,
     Model,
     SamplingOptions,
+    check_model_files,
     command,
     flag,
     load_llm,
@@ -56,6 +57,7 @@ HELP = """\
 /reset           forget the conversation, keep the system prompt
 /history         show the conversation
 /system [TEXT]   show the system prompt, or set it; /system - removes it
+/temperature [X] show the temperature, or set it
 /stats           show speed and memory of the last reply
 /help            show this list
 /exit            leave; Ctrl-D, and Ctrl-C at an empty prompt, also leave
@@ -127,6 +129,7 @@ def open_local(
     model: str | None, engine: EngineOptions, seed: int, chat_template: str | None
 ) -> tuple[ChatBackend, dict[str, Any]]:
     """Load the model. Return its backend and the sampling parameters that it recommends."""
+    check_model_files(model, engine)
     model_name = Path(model).name if model else EMBEDDED
     if chat_template is None and not has_template(model, engine):
         raise InvalidRequest(
@@ -299,6 +302,7 @@ class ChatSession:
             "/reset": self.reset,
             "/history": self.history,
             "/system": self.system,
+            "/temperature": self.temperature,
             "/stats": self.stats,
             "/help": lambda _: print(HELP),
             "/exit": self.leave,
@@ -394,6 +398,16 @@ class ChatSession:
         else:
             no_prompt = "no system prompt is set; the template of the model may have its own"
             print(self.chat.system or no_prompt)
+
+    def temperature(self, text: str) -> None:
+        if text:
+            try:
+                changed = replace(self.chat.sampling, temperature=float(text))
+            except ValueError:
+                raise InvalidRequest(f"/temperature needs a number, got {text!r:.20}") from None
+            changed.params()  # raises an error for a value that is not allowed
+            self.chat.sampling = changed
+        print(f"temperature {self.chat.sampling.temperature:g}")
 
     def stats(self, _: str) -> None:
         last_stats = self.chat.stats

@@ -47,7 +47,7 @@ def complete(
     engine: EngineOptions,
 ) -> None:
     """Continue text: [bold]octavo complete -p "Once upon a time"[/bold]"""
-    prompts = prompt or [read_stdin()]
+    prompts = prompt or [read_stdin(model)]
     extra_params = dict(n=n, min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs)
     sampling.params(**extra_params)  # reports an invalid value before the model is loaded
     llm = load_llm(model, engine)
@@ -84,13 +84,16 @@ def complete(
         fail(f"{len(errors)} of {len(results)} prompts failed: {errors[0]}", code=1)
 
 
-def read_stdin() -> str:
+def read_stdin(model: str | None) -> str:
     if sys.stdin.isatty():
         fail('give a prompt: octavo complete -p "Once upon a time", or pipe one in')
     # `echo` adds a newline, which the model would read as the end of a paragraph.
     text = sys.stdin.read().removesuffix("\n")
     if not text:
-        fail('the standard input is empty: pipe a prompt in, or give one with -p "TEXT"')
+        message = 'the standard input is empty: pipe a prompt in, or give one with -p "TEXT"'
+        if model is not None:
+            message += f". {model!r:.60} was read as the name of the model"
+        fail(message)
     return text
 
 

@@ -81,7 +81,10 @@ def list_lessons() -> None:
 
     for chosen in LESSONS.values():
         say(f"[bold]{chosen.name:16}[/bold] {chosen.title}")
-    say("Run one with [bold]octavo lesson NAME[/bold]. --no-browser runs it in the terminal.")
+    say(
+        "Run one with [bold]octavo lesson NAME[/bold]. --no-browser runs it in the terminal, where "
+        "you type your prediction."
+    )
 
 
 def run_chosen(chosen: Lesson, model: str | None) -> LessonRun:

@@ -178,8 +178,8 @@ def bench_options(**changes: Any) -> EngineOptions:
 
 def load_llm(model: str | dict[str, Any] | None, engine: EngineOptions, **changes: Any) -> LLM:
     """Load a model with these options, some of them changed, and show the progress."""
-    if isinstance(model, str):
-        find_model_files(model, weights=engine.load_format != "dummy")  # refuses a wrong name
+    options = replace(engine, **changes)
+    check_model_files(model, options)
     status.show("importing PyTorch")
     from octavo.llm import LLM
 
@@ -194,9 +194,20 @@ def load_llm(model: str | dict[str, Any] | None, engine: EngineOptions, **change
         show_compilation()
     status.show(f"opening {name}")
     on_progress: bool | Callable[[float], None] = progress if status.is_shown() else False
-    llm = LLM.from_options(model, replace(engine, **changes), progress=on_progress)
+    llm = LLM.from_options(model, options, progress=on_progress)
     status.show("computing the first token")
     return llm
+
+
+def check_model_files(model: str | dict[str, Any] | None, engine: EngineOptions) -> None:
+    """Refuse a wrong name, and a directory that lacks a file, before PyTorch is imported."""
+    if not isinstance(model, str):
+        return
+    find_model_files(
+        model,
+        weights=engine.load_format != "dummy",
+        tokenizer=engine.tokenizer is None and not engine.skip_tokenizer_init,
+    )
 
 
 def show_compilation() -> None:
@@ -355,7 +366,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except OctavoError as error:
             if os.environ.get("OCTAVO_DEBUG"):
                 raise
-            fail(str(error))
+            fail(with_flags(str(error)))
         except BrokenPipeError:  # The reader has ended, as in `octavo complete ... | head`.
             # Without this, Python prints an error when it flushes stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -410,6 +421,21 @@ def fill_group(group: Any, option_values: dict[str, Any]) -> Any:
             value = default != value
         values[name] = check_option(kind, name, value, shown_name=flag_of(kind, name))
     return replace(group, **values)
+
+
+def with_flags(message: str) -> str:
+    """Return an error of the engine without the names of options in Python.
+
+    `tokenizer=DIRECTORY (--tokenizer)` becomes `--tokenizer DIRECTORY`.
+    """
+    names = "|".join(option_declarations(EngineOptions))
+    pattern = rf"\b(?:{names})(?:[= ]([^\s()]+))? \((--[\w-]+)(?: ([^)]+))?\)"
+
+    def flag_and_value(match: re.Match[str]) -> str:
+        value = match[3] or match[1]
+        return f"{match[2]} {value}" if value else match[2]
+
+    return re.sub(pattern, flag_and_value, message)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

@@ -14,6 +14,11 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from octavo.cli import other_programs
 
+# The first words of a library's message about a value of the wrong type -> a message in our words.
+TYPE_MESSAGES = {
+    "Input should be a valid integer": "it must be an integer",
+    "Input should be a valid number": "it must be a number",
+}
 # typer does not export the class of errors in a command line, from which BadParameter derives.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -28,9 +33,26 @@ def without_types(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
+def wrap_option_names() -> None:
+    """Make the tables of a help text wrap long names of options, instead of cutting them off."""
+    from rich.text import Text
+    from typer import rich_utils
+
+    class WrappedNames(rich_utils.OptionHighlighter):
+        def highlight(self, text: Text) -> None:
+            super().highlight(text)
+            text.overflow = "fold"
+
+    rich_utils.highlighter = WrappedNames()
+
+
 class PlainCommand(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return without_types(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        wrap_option_names()
+        super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)  # The parser empties its argument.
@@ -44,6 +66,8 @@ class PlainCommand(TyperCommand):
                 if unknown and name.startswith(unknown) and name in other_programs.OPTIONS:
                     error.message = f"No such option: {name}. {other_programs.OPTIONS[name]}"
                     error.possibilities = []
+            library_message, _, _ = error.message.partition(",")
+            error.message = TYPE_MESSAGES.get(library_message, error.message)
             raise
 
 

@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from octavo.cli import status
-from octavo.cli.options import Model, command, fail, option
+from octavo.cli.options import Model, check_model_files, command, fail, option
 from octavo.cli.terminal import in_bytes
 from octavo.engine_options import EngineOptions
-from octavo.model_files import find_model_files
 from octavo.serve.limits import Limits
 from octavo.serve.ray_serve.ray_options import RayOptions, check_server_options
 from octavo.serve.serve_config import ServeConfig
@@ -43,8 +42,7 @@ def serve(
     key = os.environ.get("VLLM_API_KEY")
     if key and not config.needs_key:
         config = replace(config, api_keys=(key,))
-    if model is not None:
-        find_model_files(model, weights=engine.load_format != "dummy")  # refuses a wrong name
+    check_model_files(model, engine)
     if ray_options.ray:
         return serve_on_ray(config, ray_options)
     try:

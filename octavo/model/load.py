@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from octavo.config import DTYPE_BYTES, EMBEDDED, ModelConfig
-from octavo.errors import ModelError, ModelNotFound
+from octavo.errors import ModelError, ModelNotFound, did_you_mean
 from octavo.model import embedded, prequantized, prequantized_fp8, quant, quantized
 from octavo.model.base import CausalLM, Formats, build
 from octavo.model.checkpoint import Checkpoint, open_directory
@@ -108,7 +108,8 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
         raise ModelNotFound(
             f"no model {name}: it is not a local directory, the cache of the Hugging Face hub "
             "(HF_HOME) does not have all its files, and the download from the hub failed "
-            f"({type(hub_error or error).__name__}: {reason}). {CHOICES}"
+            f"({type(hub_error or error).__name__}: {reason}). {did_you_mean(name, [EMBEDDED])}"
+            f"{CHOICES}"
         ) from error
     return Path(folder)
 

@@ -20,6 +20,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from octavo.errors import InvalidRequest, ModelError
+from octavo.model_files import check_tokenizer
 from octavo.text.detokenize import BYTE_OF_CHARACTER, Detokenizer, TokenBytes
 from octavo.text.gguf_tokenizer import (
     PRE_TOKENIZERS,
@@ -481,34 +482,22 @@ def _read_backend(
             return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         except Exception as error:  # the library raises nothing more specific
             raise ModelError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
-    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        lines = (path / "merges.txt").read_text(encoding="utf-8").split("\n")
-        merges = [line for line in lines if line and not line.startswith("#version")]
-        is_qwen = str(config.get("tokenizer_class", "")).startswith("Qwen")
-        pre_tokenizer = PRE_TOKENIZERS["qwen2" if is_qwen else "gpt-2"]
-        backend = byte_level_bpe(
-            _read_json(path / "vocab.json"),
-            merges,
-            pre_tokenizer,
-            bool(config.get("add_prefix_space", False)),
-        )
-        if "eos_token" not in specials and backend.token_to_id("<|endoftext|>") is not None:
-            specials.update(
-                bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>"
-            )
-        return backend
-    if (path / "tokenizer.model").is_file():
-        raise ModelError(
-            f"{path} has only a SentencePiece tokenizer.model. Convert it once, in that directory: "
-            f'python -c "from transformers import AutoTokenizer as T; '
-            "T.from_pretrained('.').save_pretrained('.')\" (needs: pip install transformers "
-            "sentencepiece protobuf), which writes tokenizer.json"
-        )
-    raise ModelError(
-        f"{path} has no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt. Name a "
-        "directory that has them with tokenizer=DIRECTORY (--tokenizer), or use token ids with "
-        "skip_tokenizer_init=True"
+    check_tokenizer(path)
+    lines = (path / "merges.txt").read_text(encoding="utf-8").split("\n")
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    is_qwen = str(config.get("tokenizer_class", "")).startswith("Qwen")
+    pre_tokenizer = PRE_TOKENIZERS["qwen2" if is_qwen else "gpt-2"]
+    backend = byte_level_bpe(
+        _read_json(path / "vocab.json"),
+        merges,
+        pre_tokenizer,
+        bool(config.get("add_prefix_space", False)),
     )
+    if "eos_token" not in specials and backend.token_to_id("<|endoftext|>") is not None:
+        specials.update(
+            bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>"
+        )
+    return backend
 
 
 def _bound_word_cache(backend: tokenizers.Tokenizer) -> None:

@@ -156,6 +156,26 @@ def test_a_model_without_a_template_is_refused_with_advice(octavo: Octavo, tmp_p
     )
 
 
+def test_a_model_without_a_tokenizer_is_refused_before_its_template_is_missed(
+    octavo: Octavo, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "bare", template=None)
+    (model / "tokenizer.json").unlink()
+    for command in ("chat", "complete", "serve"):
+        result = octavo(command, model, stdin="Hi\n")
+        assert result.exit_code == 2
+        assert "has no tokenizer" in result.stderr and "--tokenizer DIRECTORY" in result.stderr
+        assert "tokenizer=" not in result.stderr and "no chat template" not in result.stderr
+
+
+def test_the_temperature_can_be_changed(octavo: Octavo, tiny: str) -> None:
+    lines = "/temperature 0.25\n/temperature\n/temperature hot\n/temperature -1\n/stats\n"
+    result = octavo("chat", tiny, stdin=lines)
+    assert result.stdout.count("temperature 0.25") == 3
+    assert "/temperature needs a number, got 'hot'" in result.stderr
+    assert "temperature must be a number" in result.stderr
+
+
 def test_a_message_that_the_template_refuses_leaves_the_conversation_as_it_was(
     octavo: Octavo, tmp_path: Path
 ) -> None:

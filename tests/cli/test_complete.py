@@ -137,6 +137,13 @@ def test_what_cannot_be_done_is_one_line_and_code_2(
     )
 
 
+def test_an_empty_input_says_which_word_was_the_model(octavo: Octavo) -> None:
+    result = octavo("complete", "hello", stdin="")
+    assert result.exit_code == 2
+    assert "the standard input is empty" in result.stderr
+    assert "'hello' was read as the name of the model" in result.stderr
+
+
 def test_lengths_may_be_written_with_k(octavo: Octavo, tiny: str) -> None:
     assert octavo("complete", tiny, "-p", "x", "--max-model-len", "1K", *GREEDY).exit_code == 0
     result = octavo("complete", tiny, "-p", "x", "--max-model-len", "some")

@@ -22,6 +22,7 @@ from octavo.cli.options import (
     size,
     size_or_auto,
     sizes,
+    with_flags,
 )
 from octavo.config import PoolerConfig, SpeculativeConfig
 from octavo.engine_options import EngineOptions
@@ -307,6 +308,36 @@ def test_help_shows_no_types_of_python(command: list[str], octavo: Octavo) -> No
     text = octavo(*command, "--help").stdout
     assert "--help" in text
     assert re.findall(r"<(bool|str|int|float|path)>", text) == []
+
+
+def test_help_wraps_long_names_of_options(monkeypatch: pytest.MonkeyPatch, octavo: Octavo) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    page = octavo("serve", "--help").stdout
+    assert "…" not in page
+    assert "--default-chat-template-kwar" in page
+
+
+def test_a_value_of_the_wrong_type_is_refused_in_our_words(octavo: Octavo) -> None:
+    for words, message in (
+        ("--port abc", "Invalid value for '--port': it must be an integer"),
+        ("--keep-alive abc", "Invalid value for '--keep-alive': it must be a number"),
+    ):
+        result = octavo("serve", *words.split())
+        assert result.exit_code == 2 and message in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("python", "command_line"),
+    [
+        ("with tokenizer=DIRECTORY (--tokenizer). In", "with --tokenizer DIRECTORY. In"),
+        ('with load_format="dummy" (--load-format dummy)', "with --load-format dummy"),
+        ("lower swap_space (--kv-host-gib)", "lower --kv-host-gib"),
+        ("max_model_len 900 (--max-model-len) is", "--max-model-len 900 is"),
+        ("quantised weights (--quant)", "quantised weights (--quant)"),
+    ],
+)
+def test_errors_have_the_flags_of_the_command_line(python: str, command_line: str) -> None:
+    assert with_flags(python) == command_line
 
 
 # ---- names of other programs ---------------------------------------------------------------------

@@ -389,6 +389,11 @@ def test_offline_and_not_cached_says_what_can_be_given(hub: Path) -> None:
         open_checkpoint("org/name")
 
 
+def test_a_name_like_that_of_the_embedded_model_is_explained(hub: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"Did you mean smollm2\? Give a \.gguf file"):
+        open_checkpoint("smollm3")
+
+
 def test_a_cached_snapshot_serves_when_the_hub_cannot_be_reached(hub: Path) -> None:
     cached = hub / "models--org--name"
     write_directory(cached / "snapshots" / ("0" * 40), weights())
