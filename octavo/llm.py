@@ -44,6 +44,7 @@ from octavo.collect import Collector
 from octavo.config import ModelConfig, ScheduleConfig
 from octavo.core.engine import Engine
 from octavo.core.event_recorder import EventRecorder
+from octavo.core.policy import ignores_priority
 from octavo.core.trace import Recorder
 from octavo.engine_options import (
     LOADING_OPTIONS,
@@ -693,7 +694,7 @@ class LLM:
         request_id: str | None = None,
     ) -> Request:
         """Return a request, by default with the next id. `params` are checked."""
-        if priority and self.schedule.policy == "fcfs":
+        if priority and ignores_priority(self.schedule.policy):
             raise InvalidRequest(
                 'priority has no effect here: make the LLM with scheduling_policy="priority"',
                 "priority",

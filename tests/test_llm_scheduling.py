@@ -106,8 +106,9 @@ def test_bad_options_are_refused_before_anything_is_loaded(
 
 def test_priorities_need_the_policy_and_one_each() -> None:
     params = SamplingParams(max_tokens=1, **GREEDY)
-    with pytest.raises(InvalidRequest, match='scheduling_policy="priority"'):
-        make().generate([[1]], params, priority=[1])
+    for policy in ("fcfs", "shortest", "deadline", "fair", "prefix"):
+        with pytest.raises(InvalidRequest, match='scheduling_policy="priority"'):
+            make(scheduling_policy=policy).generate([[1]], params, priority=[1])
     llm = make(scheduling_policy="priority")
     with pytest.raises(InvalidRequest, match="2 priorities for 1 prompts"):
         llm.generate([[1]], params, priority=[1, 2])

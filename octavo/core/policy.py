@@ -243,6 +243,11 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
+def ignores_priority(name: str) -> bool:
+    """Return whether a built-in policy does not read the priority of a request."""
+    return name in POLICIES and POLICIES[name] is not Priority
+
+
 def find_policy(name: str) -> Policy:
     """Return a built-in policy by its name, or a user's own as package.module:Class."""
     if name in POLICIES:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from octavo.core.policy import ignores_priority
 from octavo.errors import ContextLengthExceeded, KVCapacityExceeded
 from octavo.params import RepetitionDetectionParams, SamplingParams
 from octavo.serve.api import structured_output
@@ -372,7 +373,7 @@ def build(
     params.check_vocabulary(model.vocab_size)
     eos_ids = () if params.ignore_eos else model.eos_ids
     params.check_min_tokens(frozenset([*(params.stop_token_ids or ()), *eos_ids]))
-    if body.priority is not None and front.config.engine.scheduling_policy == "fcfs":
+    if body.priority is not None and ignores_priority(front.config.engine.scheduling_policy):
         ignore(headers, "priority")
     salt = f"{caller.salt}/{body.cache_salt or ''}" if caller.salt or body.cache_salt else ""
     # A key with a higher number is served first. A request with a lower number is served first, as
