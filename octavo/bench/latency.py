@@ -111,7 +111,8 @@ def limits(
 def tables(result: Result) -> list[ResultTable]:
     columns = ["requests"]
     for metric in ("TTFT", "ITL"):
-        columns += [f"{metric} ms: p50", *(f"p{q}" for q in QUANTILES[1:]), "limit", "% of limit"]
+        columns += [f"{metric} ms: p50", *(f"p{q}" for q in QUANTILES[1:])]
+        columns += ["hardware limit", "% of hardware limit"]
     rows = []
     for row in rows_of(result):
         cells = []

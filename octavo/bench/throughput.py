@@ -170,7 +170,8 @@ def peak_memory(llm: LLM) -> int:
 
 def tables(result: Result) -> list[ResultTable]:
     columns = (
-        *("workload", "requests", "median", "min - max", "limit", "% of limit", "memory, MiB"),
+        *("workload", "requests", "median", "min - max"),
+        *("hardware limit", "% of hardware limit", "memory, MiB"),
         "host ms a step: plan, launch, wait, commit",
     )
     rows = [

@@ -46,7 +46,7 @@ def bench_serve(
     cases: Annotated[
         str,
         option(
-            "Load cases, separated by commas: same, long, distinct, stream, one, burst.",
+            "Load cases, separated by commas: same, long, distinct, stream, streams, one, burst.",
             None,
             "NAME,...",
             show_default=True,

@@ -158,7 +158,7 @@ def show(report: dict[str, Any]) -> None:
         if int(length) > report["max_model_len"]:
             remark = "longer than the longest sequence"
         if count > report["max_num_seqs"]:
-            remark = f"{report['max_num_seqs']:,} of them run at once: --max-num-seqs"
+            remark = f"but at most {report['max_num_seqs']:,} run at once: --max-num-seqs"
         rows.append((f"{tokens(int(length))} tokens", f"{count:,}", remark))
     table(None, ("sequences of", "fit at once", ""), rows, left=(0, 2), dim=(2,))
 

@@ -71,7 +71,7 @@ class Steps(Progress):
         if task.description == self._last_line[0] and now - self._last_line[1] < REPEAT_SECONDS:
             return
         self._last_line = task.description, now
-        progress_text = f" {task.completed:g} of {task.total:g}" if task.total else ""
+        progress_text = f", {task.completed:g} of {task.total:g} done" if task.total else ""
         self.console.print(
             f"{now - self._started:4.0f} s  {task.description}{progress_text}", highlight=False
         )

@@ -27,12 +27,12 @@ def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     # no other was due
     assert shown(monkeypatch, terminal=False).splitlines() == [
         "   0 s  loading",
-        "   0 s  measuring 0 of 3",
+        "   0 s  measuring, 0 of 3 done",
     ]
     monkeypatch.setattr(progress, "REPEAT_SECONDS", 0.0)
     lines = shown(monkeypatch, terminal=False).splitlines()
-    assert [f"   0 s  measuring {i} of 3" for i in range(4)] == list(dict.fromkeys(lines))[1:]
-    assert "measuring 1 of 3" not in shown(monkeypatch, terminal=True)
+    assert [f"   0 s  measuring, {i} of 3 done" for i in range(4)] == list(dict.fromkeys(lines))[1:]
+    assert "measuring, 1 of 3" not in shown(monkeypatch, terminal=True)
 
 
 def test_what_takes_long_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_what_takes_long_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with Steps() as steps:
         steps.add_task("measuring", total=2)
         time.sleep(0.3)
-    count = out.getvalue().count("measuring 0 of 2")
+    count = out.getvalue().count("measuring, 0 of 2")
     time.sleep(0.1)
     assert count > 2 and out.getvalue().count("measuring") == count, "and no more when it is over"
 
