@@ -42,5 +42,5 @@ def default_sampling(config: dict[str, Any]) -> dict[str, Any]:
         ) from None
     if sampling:
         shown = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
-        log.info("sampling defaults from generation_config.json: %s", shown)
+        log.info("sampling defaults of the model and of the options: %s", shown)
     return sampling

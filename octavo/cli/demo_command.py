@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.cli.options import Model, command, fail
 from octavo.cli.replay_command import NoBrowser, Port
-from octavo.cli.terminal import say
+from octavo.cli.terminal import note, say
 from octavo.engine_options import EngineOptions
 from octavo.serve.serve_config import ServeConfig
 
@@ -40,10 +40,11 @@ def demo(model: Model = None, port: Port = 0, no_browser: NoBrowser = False) -> 
 
     def announce(front: Front, port: int) -> None:
         address = f"http://127.0.0.1:{port}/"
-        say(f"demo:    {address}   (Ctrl-C ends it)")
-        say("lessons: octavo lesson")
+        say(f"open:    {address} in a browser; its buttons send traffic   (Ctrl-C ends the demo)")
+        say("lessons: octavo lesson lists experiments with explanations")
         if not no_browser:
             webbrowser.open(address)
 
     config = ServeConfig(model=model, engine=DEMO_OPTIONS, port=port, live_controls=True)
     run(config, announce)
+    note("stopped")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import replace
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from octavo.cli import status
 from octavo.cli.options import Model, check_model_files, command, fail, option
-from octavo.cli.terminal import in_bytes
+from octavo.cli.terminal import in_bytes, note
 from octavo.engine_options import EngineOptions
+from octavo.params import recommended_sampling
 from octavo.serve.limits import Limits
 from octavo.serve.ray_serve.ray_options import RayOptions, check_server_options
 from octavo.serve.serve_config import ServeConfig
@@ -53,6 +55,7 @@ def serve(
             "pip install 'octavo[serve]'"
         )
     run(config, announce, PhaseReport())
+    note("stopped")
 
 
 def serve_on_ray(config: ServeConfig, options: RayOptions) -> None:
@@ -98,13 +101,7 @@ def announce(front: Front, port: int) -> None:
     key = ' -H "Authorization: Bearer $KEY"' if config.needs_key else ""
     grpc = f"gRPC:    {host}:{config.grpc_port}\n" if config.grpc_port else ""
     defaults = {"temperature": 1, **loaded.sampling}
-    source = "the model has no sampling defaults"
-    if loaded.sampling:
-        source = "generation_config.json"
     sampling = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-    drafts = ""
-    if loaded.speculative:
-        drafts = f"drafts:  speculative decoding with {loaded.speculative} (--speculative)\n"
     concurrency = memory["kv_tokens"] // max(loaded.longest_sequence - 1, 1)
     kv = in_bytes(memory["kv"])
     if loaded.device == "cpu":
@@ -118,13 +115,36 @@ def announce(front: Front, port: int) -> None:
         f"KV {kv}{lower_tiers}\n"
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of "
         f"{loaded.block_size}; {requests} of {loaded.longest_sequence:,} tokens at once\n"
-        f"sample:  {sampling} by default ({source})\n{drafts}"
+        f"sample:  {sampling} by default ({sampling_source(front)})\n"
+        f"drafts:  {describe_drafts(loaded.speculative)}\n"
         f"ready:   {address}{suffix}\n{grpc}"
         f"{watch}"
         f"try:     {curl}{example(front)}{key}",
         flush=True,
     )
     sys.stdout.flush()
+
+
+def sampling_source(front: Front) -> str:
+    """Return where the sampling defaults come from."""
+    loaded = front.engine_client.model_info()
+    assert loaded is not None
+    overrides = recommended_sampling(front.config.engine.override_generation_config or {})
+    sources = []
+    if loaded.sampling.keys() - overrides.keys():
+        sources.append("generation_config.json")
+    if overrides:
+        sources.append("--override-generation-config")
+    return " and ".join(sources) or "the model has no sampling defaults"
+
+
+def describe_drafts(settings: str) -> str:
+    """Describe speculative decoding. `settings` are in the syntax of --speculative, or empty."""
+    if not settings:
+        return "off (--speculative turns them on)"
+    longest = re.search(r"\bk=(\d+)", settings)
+    count = f", up to {longest[1]} tokens a step" if longest else ""
+    return f"on{count} (--speculative {settings}; off turns them off)"
 
 
 def example(front: Front) -> str:

@@ -302,6 +302,8 @@ class Server:
         return host if self.config.uds is not None else str(self.socket.getsockname()[0])
 
     def _on_signal(self) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write("\n")  # The terminal shows ^C without a line break.
         if self._stop_signal.is_set():
             self._abort_signal.set()
         self._stop_signal.set()

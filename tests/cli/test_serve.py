@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -23,6 +24,8 @@ from octavo.serve.kv_events_config import KVEventsConfig
 from octavo.serve.limits import Limits
 from octavo.serve.ray_serve.ray_options import RayOptions
 from octavo.serve.serve_config import ServeConfig
+
+from .test_chat import Terminal
 
 Octavo = Callable[..., Result]
 
@@ -300,3 +303,27 @@ def test_lines_of_the_servers_log_have_the_time(has_time: bool) -> None:
     time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d " if has_time else ""
     assert re.fullmatch(time + "info: GET /livez", line)
     assert "serve" in COMMANDS_WITH_TIMESTAMPS
+
+
+def test_at_a_terminal_the_log_keeps_its_level_and_ctrl_c_says_that_the_server_stops(
+    tiny: str,
+) -> None:
+    options = ["--port", "0", "--device", "cpu", "--override-generation-config", '{"top_k": 7}']
+    program = Terminal(sys.executable, "-m", "octavo", "serve", tiny, *options)
+    try:
+        start = program.expect("try: .*\n", seconds=120)
+        assert "INFO" not in start
+        assert "top_k 7 by default (--override-generation-config)" in start
+        program.send("\x03")
+        program.expect(r"\^C\r\n.*stopped")
+        assert program.exit_code() == 0
+    finally:
+        program.close()
+
+
+def test_the_demo_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, octavo: Callable[..., Result]
+) -> None:
+    monkeypatch.setattr("octavo.serve.server.run", lambda config, announce: announce(None, 7000))
+    lines = octavo("demo", "--no-browser").stdout.splitlines()
+    assert lines[0].startswith("open:    http://127.0.0.1:7000/ in a browser; its buttons send")

@@ -346,7 +346,7 @@ def octavo(*argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def told(argv: tuple[str, ...]) -> tuple[float, float, subprocess.CompletedProcess[str]]:
+def failed_start(argv: tuple[str, ...]) -> tuple[float, float, subprocess.CompletedProcess[str]]:
     """Seconds until a server has said why it cannot start: by the clock, and of the CPU: the same
     where it has a core."""
     used, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
@@ -392,7 +392,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(running: Running, tmp_p
         ("--port", str(free_port()), str(tmp_path / "lacking")): "model.norm.weight",
         ("--port", str(free_port()), str(tmp_path / "cut")): "model.safetensors",
     }.items():
-        took, cpu, done = told(argv)
+        took, cpu, done = failed_start(argv)
         assert done.returncode not in (0, None), argv
         # The phases of the start have a time before them.
         lines = done.stderr.strip().splitlines()
@@ -421,15 +421,16 @@ def test_the_command_says_where_it_is_and_how_to_try_it(tmp_path: Path) -> None:
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            lines = [process.stdout.readline() for _ in range(7)]
+            lines = [process.stdout.readline() for _ in range(8)]
             assert (
                 "weights" in lines[1]
                 and "tokens in" in lines[2]
                 and lines[3].startswith("sample:")
-                and f"http://127.0.0.1:{port}/v1" in lines[4]
+                and lines[4].startswith("drafts:")
+                and f"http://127.0.0.1:{port}/v1" in lines[5]
             )
-            assert lines[5] == f"watch:   http://127.0.0.1:{port}/\n", "the live page"
-            line = lines[6].partition("curl ")[2]
+            assert lines[6] == f"watch:   http://127.0.0.1:{port}/\n", "the live page"
+            line = lines[7].partition("curl ")[2]
             reply = subprocess.run(
                 f"curl -s {line}", shell=True, capture_output=True, text=True, timeout=20
             ).stdout

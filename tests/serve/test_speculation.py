@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from octavo.cli.serve_command import announce
 from octavo.core.event_stream import FIELDS
+from octavo.engine_options import EngineOptions
 from octavo.serve.serve_config import ServeConfig
 from tests.serve.running import Running, events, server
 from tests.serve.test_eviction import MODEL
@@ -108,11 +109,38 @@ def test_the_start_of_the_server_shows_the_method(capsys: pytest.CaptureFixture[
         tokenizer=SimpleNamespace(chat_templates={}),
     )
     announce(front, 8000)  # type: ignore[arg-type]
-    drafts = f"\ndrafts:  speculative decoding with {METHOD} (--speculative)\n"
-    assert drafts in capsys.readouterr().out
+    drafts = f"on, up to 3 tokens a step (--speculative {METHOD}; off turns them off)"
+    assert f"\ndrafts:  {drafts}\n" in capsys.readouterr().out
     loaded = replace(loaded, speculative="")
     announce(front, 8000)  # type: ignore[arg-type]
-    assert "drafts:" not in capsys.readouterr().out
+    assert "\ndrafts:  off (--speculative turns them on)\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sampling", "overrides", "source"),
+    [
+        ({}, None, "temperature 1 by default (the model has no sampling defaults)"),
+        ({"temperature": 0.4}, {"temperature": 0.4}, "by default (--override-generation-config)"),
+        ({"top_k": 3}, None, "temperature 1, top_k 3 by default (generation_config.json)"),
+        ({"temperature": 0.4, "top_k": 3}, {"temperature": 0.4},
+         "by default (generation_config.json and --override-generation-config)"),
+    ],
+)  # fmt: skip
+def test_the_start_of_the_server_shows_where_sampling_defaults_come_from(
+    capsys: pytest.CaptureFixture[str],
+    sampling: dict[str, float],
+    overrides: dict[str, float] | None,
+    source: str,
+) -> None:
+    memory = dict.fromkeys(("weights", "activations", "kv", "kv_tokens"), 1000)
+    loaded = replace(MODEL, memory=memory, sampling=sampling)
+    front = SimpleNamespace(
+        engine_client=SimpleNamespace(model_info=lambda: loaded),
+        config=ServeConfig(engine=EngineOptions(override_generation_config=overrides)),
+        tokenizer=SimpleNamespace(chat_templates={}),
+    )
+    announce(front, 8000)  # type: ignore[arg-type]
+    assert source in capsys.readouterr().out
 
 
 def test_without_speculation_the_usage_counts_no_drafts(running: Running) -> None:

@@ -98,7 +98,7 @@ def test_a_flood_of_small_frames_ends_its_connection_and_delays_no_other(
     assert running.complete()["usage"]["completion_tokens"] == 4
 
 
-def test_the_client_is_told_why_its_connection_is_closed(running: Running) -> None:
+def test_the_client_gets_the_reason_why_its_connection_is_closed(running: Running) -> None:
     with opened(running.port) as connection:
         connection.sendall(frame(PONG) * 1000)
         opcode, data = read_frames(connection)[-1]

@@ -26,6 +26,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     # Seconds between two checks of the scheduler's invariants. 0 turns the checks off.
     check_interval: float = 0.0
     kv_events: KVEventsConfig | None = None
+    log_level: str = "warning"
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):

@@ -640,6 +640,12 @@ def exit_without_rank(reason: str) -> None:
     os._exit(LOST_EXIT_CODE)  # The main thread may wait for the rank.
 
 
+def configure_log(level: str) -> None:
+    # The status line of `octavo serve` may be on the terminal.
+    erase_line = "\r\x1b[K" if sys.stderr.isatty() else ""
+    logging.basicConfig(level=level.upper(), format=erase_line + LOG_FORMAT, datefmt=LOG_TIME)
+
+
 def main(end: str, stacks: int) -> int:
     """Run the engine process.
 
@@ -648,7 +654,6 @@ def main(end: str, stacks: int) -> int:
     """
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=LOG_TIME)
     os.set_inheritable(int(end), False)
     link = EngineLink(socket.socket(fileno=int(end)))
     heartbeats = HeartbeatThread(link)
@@ -656,6 +661,7 @@ def main(end: str, stacks: int) -> int:
     start = link.receive(None)
     if not isinstance(start, Start):
         return 1
+    configure_log(start.log_level)
     heartbeats.start()
     try:
         llm = build(start, link)

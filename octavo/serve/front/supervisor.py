@@ -199,6 +199,7 @@ class Supervisor:
                         options=self.config.engine,
                         check_interval=self.config.check_interval,
                         kv_events=self.config.kv_events_config,
+                        log_level=self.config.log_level,
                     )
                 )
                 watch = asyncio.create_task(self._watch(stacks))
