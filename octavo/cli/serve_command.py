@@ -110,7 +110,7 @@ def announce(front: Front, port: int) -> None:
     print(
         f"{config.name}: {loaded.architecture}, {loaded.weights}, computed in {loaded.dtype} on "
         f"{loaded.device}\n"
-        f"memory:  weights {in_bytes(memory['weights'])}, "
+        f"memory:  weights {in_bytes(memory['weights'])}{draft_weights(loaded.speculative)}, "
         f"activations {in_bytes(memory['activations'])}, "
         f"KV {kv}{lower_tiers}\n"
         f"KV:      {memory['kv_tokens']:,} tokens in {loaded.num_blocks:,} blocks of "
@@ -136,6 +136,13 @@ def sampling_source(front: Front) -> str:
     if overrides:
         sources.append("--override-generation-config")
     return " and ".join(sources) or "the model has no sampling defaults"
+
+
+def draft_weights(settings: str) -> str:
+    """Return a remark on the weights if those of a drafter are counted too."""
+    method, _, _ = settings.partition(",")
+    drafter = {"head": "head", "draft_model": "model"}.get(method)
+    return f" with the draft {drafter}" if drafter else ""
 
 
 def describe_drafts(settings: str) -> str:

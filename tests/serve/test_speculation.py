@@ -111,6 +111,9 @@ def test_the_start_of_the_server_shows_the_method(capsys: pytest.CaptureFixture[
     announce(front, 8000)  # type: ignore[arg-type]
     drafts = f"on, up to 3 tokens a step (--speculative {METHOD}; off turns them off)"
     assert f"\ndrafts:  {drafts}\n" in capsys.readouterr().out
+    loaded = replace(loaded, speculative="head,k=6")
+    announce(front, 8000)  # type: ignore[arg-type]
+    assert "weights 1000 B with the draft head, " in capsys.readouterr().out
     loaded = replace(loaded, speculative="")
     announce(front, 8000)  # type: ignore[arg-type]
     assert "\ndrafts:  off (--speculative turns them on)\n" in capsys.readouterr().out
