@@ -92,7 +92,7 @@ class NotPlanned(NamedTuple):
 
     seq: Sequence
     reason: str
-    needed_blocks: int  # blocks that its next chunk lacks; 0: it lacks no blocks
+    needed_blocks: int  # blocks that its next chunk takes from the pool; 0: it lacks no blocks
     number: int = 0
     step: int = 0
 

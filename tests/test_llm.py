@@ -851,7 +851,7 @@ def test_a_model_that_computes_no_numbers_says_so(more: dict[str, Any]) -> None:
     with torch.inference_mode():
         llm.model.norm.fill_(torch.nan)  # type: ignore[operator]
     (output,) = llm.generate(["hello"], SamplingParams(max_tokens=4, **more))
-    assert output.outputs[0].finish_reason == "error" and "no finite number" in (output.error or "")
+    assert output.outputs[0].finish_reason == "error" and "no finite logit" in (output.error or "")
     while not llm.engine.idle:  # the next step was in flight
         llm.step()
     llm.engine.scheduler.check()

@@ -120,7 +120,7 @@ def test_a_prompt_may_fill_the_whole_context(llm: LLM) -> None:
 def test_damaged_weights_end_in_an_error_and_nothing_else() -> None:
     llm = make()
     llm.model.norm.data.fill_(float("nan"))  # type: ignore[union-attr, operator]
-    with pytest.raises(Exception, match="no finite number"):
+    with pytest.raises(Exception, match="no finite logit"):
         llm.embed([[1, 2, 3]])
     assert llm.engine.idle
     llm.engine.scheduler.check()

@@ -79,6 +79,7 @@ class SequenceGroups:
             repetition=seq.repetition,
             block_hashes=list(seq.block_hashes),
             cached_tokens=seq.cached_tokens,
+            drafter_has_kv=seq.drafter_has_kv,
             queued_at=seq.queued_at,
         )
         self.add(child)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from octavo.types import Plan, StepResult
 
-# Bytes per second that are assumed before the first measurement. A rate that is too high is
-# corrected when the first block is loaded. With a rate that is too low, no block would be loaded.
+# Bytes per second that are assumed before the first measurement. The rates are optimistic on
+# purpose: too high is corrected by the first measurement; too low would prevent every measurement.
 HOST_RATE = 10e9
 DISK_RATE = 10e9
 SMOOTHING = 0.2  # weight of the newest measurement
@@ -27,7 +27,7 @@ class OffloadCosts:
     fetch_seconds: float  # per block, from disk to host memory
     prefill_tokens: float = 0.0  # tokens of prefill steps, exponentially decayed
     prefill_seconds: float = 0.0  # device time of the same steps
-    refusals: int = 0
+    refusals: int = 0  # loads that seemed too slow
 
     def loading_pays(self, disk: bool = False) -> bool:
         """Return whether loading a block from disk or host memory is faster than recomputing it."""
@@ -36,11 +36,14 @@ class OffloadCosts:
         recompute_seconds = self.block_size * self.prefill_seconds / self.prefill_tokens
         return self.load_seconds + disk * self.fetch_seconds < recompute_seconds
 
-    def should_load(self, disk: bool = False) -> bool:
-        if self.loading_pays(disk):
-            return True
+    @property
+    def probe_is_due(self) -> bool:
+        """True if the next load that seems too slow is tried anyway."""
+        return (self.refusals + 1) % PROBE_INTERVAL == 0
+
+    def count_refusal(self) -> None:
+        """Count a load that seemed too slow, whether it was tried as a probe or not."""
         self.refusals += 1
-        return self.refusals % PROBE_INTERVAL == 0
 
     def tokens_in_load_time(self, num_blocks: int) -> int:
         """Return how many tokens the device could compute while it loads this many blocks."""

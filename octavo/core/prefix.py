@@ -24,11 +24,12 @@ from octavo.types import DiskWait, Plan, Sequence, StepResult
 class Match(NamedTuple):
     """The longest prefix of a text that is on the device or can be loaded."""
 
-    blocks: list[int]  # physical block of each logical block; 0: it is in `loads`
-    loads: list[tuple[int, int]]  # (logical block, host block)
-    # The leading blocks that will be cached when other sequences have computed the last of them,
-    # if the sequence should wait for that. Otherwise 0.
+    blocks: list[int]  # physical block of each logical block; 0: it is in `host_hits`
+    host_hits: list[tuple[int, int]]  # (logical block, host block): to be loaded at the admission
+    # If the sequence should wait for another one: the number of leading blocks that will then be
+    # cached. Otherwise 0.
     awaited_blocks: int = 0
+    loading_pays: bool = True  # False: the next host block was not matched, or is only a probe
 
 
 class PrefixCache:
@@ -39,11 +40,10 @@ class PrefixCache:
         self.tiers: TierIndex | None = None
         if self.enabled and cache.host_blocks:
             self.tiers = TierIndex(
+                pool=pool,
                 num_host_blocks=cache.host_blocks,
-                block_size=cache.block_size,
                 block_bytes=cache.block_bytes,
                 has_disk=cache.has_disk,
-                events=pool.events,
             )
         # Hash of a block that will be published -> Sequence.id of the sequence that computes or
         # loads it.
@@ -74,21 +74,24 @@ class PrefixCache:
         """Return the longest prefix that is cached, and whether the sequence should wait because
         another one computes more than half of its other tokens."""
         if not self.may_match(seq):
-            return Match([], [])
+            return Match(blocks=[], host_hits=[])
         num_full = (len(seq.tokens) - 1) // self.block_size  # always leave a token to compute
         self.extend_hashes(seq, num_full)
         hashes = seq.block_hashes[:num_full]
         blocks = self.pool.match(hashes, seq.tokens)
-        loads: list[tuple[int, int]] = []
+        host_hits: list[tuple[int, int]] = []
+        loading_pays = True
         if self.tiers is not None:
-            loads = self.tiers.extend_match(blocks, hashes, seq.tokens, self.pool, self.computing)
+            host_hits, loading_pays = self.tiers.extend_match(
+                blocks, hashes, seq.tokens, self.computing
+            )
         end = len(blocks)
         while end < num_full and hashes[end] in self.computing:
             end += 1
         being_computed = (end - len(blocks)) * self.block_size
         if 2 * being_computed > len(seq.tokens) - len(blocks) * self.block_size:
-            return Match(blocks, loads, awaited_blocks=end)
-        return Match(blocks, loads)
+            return Match(blocks, host_hits, end, loading_pays)
+        return Match(blocks, host_hits, 0, loading_pays)
 
     def begins_with(self, seq: Sequence, prefixes: dict[int, set[bytes]]) -> bool:
         """Return whether a sequence begins with one of these prefixes and could reuse it.
@@ -112,31 +115,25 @@ class PrefixCache:
             and seq.transfers_ended_at_lookup == self.tiers.transfers_ended
         )
 
-    def fetch_and_promote(
-        self, seq: Sequence, match: Match, plan: Plan, reserved: int
-    ) -> int | None:
+    def request_disk(self, seq: Sequence, match: Match, plan: Plan, keep_available: int) -> bool:
         """Fetch the blocks that follow a match from disk to host memory. Promote the blocks that
         have arrived: load them into device blocks, where their checksums are verified before a
-        sequence may use them.
+        sequence may use them. Promotions keep `keep_available` device blocks available.
 
-        Promotions leave `reserved` device blocks free. If a block in the match cannot be promoted
-        for lack of a device block, the match is cut before it, and the sequence computes the rest.
+        Returns whether the sequence should wait for the disk."""
+        if self.tiers is None or not self.may_match(seq):
+            return False
+        waits = self.tiers.request_fetches(seq, match.blocks, match.host_hits, plan, keep_available)
+        return self.tiers.promote(seq, plan, keep_available) > 0 or waits
 
-        Returns None if the sequence need not wait for the disk, and otherwise how many tokens the
-        device could compute while it loads the promoted blocks."""
-        tiers = self.tiers
-        if tiers is None or not self.may_match(seq):
-            return None
-        waits = tiers.request_fetches(seq, match.blocks, match.loads, self.pool, plan, reserved)
-        num_promoted = tiers.promote(seq, self.pool, plan, reserved)
-        if waits or num_promoted:
-            return self.load_cost_tokens(num_promoted)
-        for index, (logical_block, host_block) in enumerate(match.loads):
-            if host_block in tiers.unverified:
-                del match.blocks[logical_block:]
-                del match.loads[index:]
-                break
-        return None
+    def usable_match(self, match: Match) -> Match:
+        """Return a match up to the first block from disk that could not be promoted for lack of a
+        device block. The sequence computes the rest."""
+        for index, (logical_block, host_block) in enumerate(match.host_hits):
+            if self.tiers is not None and host_block in self.tiers.unverified:
+                blocks = match.blocks[:logical_block]
+                return match._replace(blocks=blocks, host_hits=match.host_hits[:index])
+        return match
 
     def load_cost_tokens(self, num_blocks: int) -> int:
         """Return how many tokens the device could compute while it loads this many blocks."""
@@ -150,7 +147,9 @@ class PrefixCache:
         events = self.pool.events
         if BlocksShared in events.listeners and any(match.blocks):
             events.emit(BlocksShared(seq, list(match.blocks)))
-        for logical_block, host_block in match.loads:
+        if self.tiers is not None:
+            self.tiers.count_decision(match.loading_pays, loads=bool(match.host_hits))
+        for logical_block, host_block in match.host_hits:
             assert self.tiers is not None
             block = self.pool.allocate()
             seq.block_table[logical_block] = block
@@ -160,7 +159,7 @@ class PrefixCache:
         seq.planned = len(match.blocks) * self.block_size
         seq.computed = seq.planned
         # Loaded blocks are published when their step is committed.
-        seq.published_blocks = match.loads[0][0] if match.loads else len(match.blocks)
+        seq.published_blocks = match.host_hits[0][0] if match.host_hits else len(match.blocks)
         for content_hash in seq.block_hashes[seq.published_blocks :]:
             self.computing.setdefault(content_hash, seq.id)
 
@@ -201,25 +200,25 @@ class PrefixCache:
     def demote(self, plan: Plan) -> None:
         """Add stores to a complete plan for the contents that it evicts from the device."""
         if self.tiers is not None:
-            self.tiers.demote(self.pool, plan)
+            self.tiers.demote(plan)
             plan.awaits_disk = bool(self.tiers.fetching or self.tiers.promoting)
         self.pool.unpublished_blocks.clear()
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         if self.tiers is not None:
             self.tiers.commit(plan, result)
-            self.tiers.finish_promotions(plan, self.pool, corrupt=result.corrupt_host_blocks)
+            self.tiers.finish_promotions(plan, corrupt=result.corrupt_host_blocks)
 
     def fail(self, plan: Plan) -> None:
         """Undo the moves between tiers of a step that failed."""
         if self.tiers is not None:
             self.tiers.fail(plan)
-            self.tiers.finish_promotions(plan, self.pool, failed=True)
+            self.tiers.finish_promotions(plan, failed=True)
 
     def flush(self, plan: Plan) -> None:
         """Store what only the device holds, if there is a disk to save it to."""
         if self.tiers is not None and self.tiers.has_disk:
-            self.tiers.flush(self.pool, plan)
+            self.tiers.flush(plan)
 
     def clear(self) -> None:
         self.pool.clear()

@@ -78,14 +78,9 @@ class PlanBuilder:
     plan: Plan
     shape: StepShape
     tokens_left: int
-    preempted: bool = False  # a sequence was preempted for lack of a block
-    blocked: bool = False  # a sequence waits for blocks or, without chunked prefill, for tokens
-
-    @property
-    def admission_closed(self) -> bool:
-        """True if the plan admits no further sequence: blocks are short, and a victim of this plan
-        must not return in it."""
-        return self.preempted or self.blocked
+    # Why this plan admits no further sequence: blocks or tokens ran out. This also keeps a sequence
+    # that was preempted in this plan from being admitted again in it. "": it may admit more.
+    closed_because: str = ""
 
 
 class Scheduler:
@@ -276,23 +271,24 @@ class Scheduler:
         self.groups.fork_prompts()
         if not self.cache.keeps_kv:
             self._discard_kv()
-        shape = self.shaper.shape(self.counters.plans)
+        plan = Plan(self.counters.plans)
+        shape = self.shaper.shape(plan)
         self.token_budget = shape.token_budget
         for victim, beneficiary in shape.victims:
             self._preempt(victim, reasons.URGENT_REQUEST, beneficiary)
         self.reports.begin_plan(shape)
-        plan = Plan(self.counters.plans)
         self.groups.fill_stale_slots(plan)
-        builder = PlanBuilder(plan, shape, shape.token_budget)
+        promotion_cost = self.prefix.load_cost_tokens(len(plan.loads))
+        builder = PlanBuilder(plan, shape, shape.token_budget - promotion_cost)
         self._plan_decoding(builder)
         self._admit_short_prompts(builder)
         self._plan_prompts(builder)
         if self.speculation is not None:
             self.speculation.choose_draft_extend(plan, self.live)
-        self.reports.not_tried(shape, builder.preempted, builder.blocked)
+        self.reports.not_tried(shape, builder.closed_because)
         forms_batches = self.shaper.batches.form_batch is not None
-        lacks_room = builder.admission_closed or not self.queues.free_slots
-        self.saturated = bool(self.waiting) and (lacks_room or forms_batches)
+        has_room = self.queues.free_slots and not builder.closed_because
+        self.saturated = bool(self.waiting) and (forms_batches or not has_room)
         self.shaper.after_plan(plan, shape)
         self.prefix.demote(plan)
         self.counters.paused += len(shape.paused)
@@ -408,8 +404,8 @@ class Scheduler:
             candidates = self.decoding[next_index:]
             candidates += [other for other in self.prefilling if other.rank > seq.rank]
             victim = self.policy.victim(candidates) if candidates else seq
-            self._preempt(victim, reasons.NO_FREE_BLOCK, beneficiary=seq)
-            builder.preempted = True
+            self._preempt(victim, reasons.NO_BLOCK_AVAILABLE, beneficiary=seq)
+            builder.closed_because = reasons.AFTER_PREEMPTION
             if victim is seq:
                 return False
         return True
@@ -434,9 +430,9 @@ class Scheduler:
             if share <= 0:
                 break
             if not seq.pending_forks and len(seq.tokens) <= share:
-                used = self._try_admit(seq, share, builder, awaited)
-                share -= used
-                builder.tokens_left -= used
+                tokens_before = builder.tokens_left
+                self._try_admit(seq, share, builder, awaited)
+                share -= tokens_before - builder.tokens_left
 
     def _plan_prompts(self, builder: PlanBuilder) -> None:
         """Plan chunks of prompts that have started and admit waiting ones, merged in rank order."""
@@ -445,41 +441,42 @@ class Scheduler:
             if builder.tokens_left <= 0:
                 break
             if seq.status is Status.WAITING:
-                if not builder.admission_closed and self.queues.free_slots:
-                    builder.tokens_left -= self._try_admit(
-                        seq, builder.tokens_left, builder, awaited
-                    )
+                if not builder.closed_because and self.queues.free_slots:
+                    self._try_admit(seq, builder.tokens_left, builder, awaited)
             elif seq.id not in builder.shape.paused and not self._plan_chunk(seq, builder):
                 break
 
     def _admissible(self, builder: PlanBuilder) -> Iterator[Sequence]:
         """Yield waiting sequences in rank order, until no more may be admitted."""
         for seq in list(self.waiting) if self.queues.free_slots else ():
-            if builder.admission_closed or not self.queues.free_slots:
+            if builder.closed_because or not self.queues.free_slots:
                 return
             if seq.rank >= builder.shape.admit_before:
                 return
             yield seq
 
     def _plan_chunk(self, seq: Sequence, builder: PlanBuilder) -> bool:
-        """Plan the next chunk of a prompt that has started. Returns False, so that no prompt after
-        it is planned, if it must wait: for blocks of sequences that rank before it or, without
-        chunked prefill, for a step that has room for the whole prompt."""
+        """Plan the next chunk of a prompt that has started.
+
+        Returns False if the prompt must wait; the caller then plans no later prompt. It waits if no
+        prefilling sequence with a later rank can give blocks or, without chunked prefill, if the
+        whole prompt does not fit into this step."""
         num_remaining = tokens_to_prefill(seq, seq.planned)
         if num_remaining <= 0:
             return True
         num_tokens = self._chunk_size(num_remaining, builder.tokens_left, builder)
         if num_tokens == 0:
-            builder.blocked = True
+            builder.closed_because = builder.closed_because or reasons.BEHIND_ANOTHER
             return False
         while not self._reserve(seq, num_tokens, builder.plan):
             candidates = self.prefilling[self.prefilling.index(seq) + 1 :]
             if not candidates:
-                builder.blocked = True
+                builder.closed_because = builder.closed_because or reasons.BEHIND_ANOTHER
                 self.reports.lacks_blocks(seq, num_tokens)
                 return False
-            self._preempt(self.policy.victim(candidates), reasons.NO_FREE_BLOCK, beneficiary=seq)
-            builder.preempted = True
+            victim = self.policy.victim(candidates)
+            self._preempt(victim, reasons.NO_BLOCK_AVAILABLE, beneficiary=seq)
+            builder.closed_because = reasons.AFTER_PREEMPTION
         self._schedule_chunk(seq, num_tokens, builder.plan)
         builder.tokens_left -= num_tokens
         return True
@@ -531,37 +528,40 @@ class Scheduler:
 
     def _try_admit(
         self, seq: Sequence, token_budget: int, builder: PlanBuilder, awaited: dict[int, set[bytes]]
-    ) -> int:
-        """Admit a waiting sequence if it is admissible and there is room. Returns the tokens used.
+    ) -> None:
+        """Admit a waiting sequence if it is admissible and there is room.
 
-        A sequence waits for another sequence that computes more than half of its prompt. It also
-        waits while its next blocks are read from disk. Sequences behind it need not wait, unless
-        they begin with the same prefix. `awaited` has the prefixes that sequences of this plan wait
-        for, as begins_with() takes them: finding these sequences by a match takes too long."""
+        A sequence waits for another one that computes or loads more than half of its tokens that
+        are not cached. It also waits while its next blocks are read from disk. Sequences behind it
+        need not wait, unless they begin with the same prefix. `awaited` collects the prefixes that
+        skipped sequences wait for, in the format of begins_with(). Calling match() for every later
+        sequence instead would be too slow."""
         if not self.shaper.may_admit(seq):
             self.reports.not_ready(seq)
-            return 0
+            return
         if self.prefix.begins_with(seq, awaited):
             self.reports.not_admitted(seq, reasons.SHARED_PREFIX)
-            return 0
+            return
         match = self.prefix.match(seq)
         if match.awaited_blocks:
             last_hash = seq.block_hashes[match.awaited_blocks - 1]
             awaited.setdefault(match.awaited_blocks, set()).add(last_hash)
             self.reports.not_admitted(seq, reasons.SHARED_PREFIX)
-            return 0
-        # Promotions leave a free block for the next token of each running sequence.
+            return
+        num_loads = len(builder.plan.loads)
+        # Promotions keep a block available for the next token of each running sequence.
         num_running = self.schedule.max_num_seqs - len(self.queues.free_slots)
-        load_cost = self.prefix.fetch_and_promote(seq, match, builder.plan, reserved=num_running)
-        if load_cost is not None:
+        if self.prefix.request_disk(seq, match, builder.plan, keep_available=num_running):
             self.reports.not_admitted(seq, reasons.DISK_READ)
-            return load_cost
-        return self._admit(seq, match, token_budget, builder)
+        else:
+            self._admit(seq, self.prefix.usable_match(match), token_budget, builder)
+        # A load counts as many tokens as could be computed in its time.
+        num_loads = len(builder.plan.loads) - num_loads
+        builder.tokens_left -= self.prefix.load_cost_tokens(num_loads)
 
-    def _admit(self, seq: Sequence, match: Match, token_budget: int, builder: PlanBuilder) -> int:
+    def _admit(self, seq: Sequence, match: Match, token_budget: int, builder: PlanBuilder) -> None:
         """Give a sequence a slot, its cached blocks, blocks to load into and blocks for its first
-        chunk. Returns the tokens used: a load counts as many tokens as could be computed in its
-        time. It returns 0, and admits no sequence, if there are too few blocks."""
+        chunk. If there are too few blocks or tokens, the plan admits no further sequence."""
         plan = builder.plan
         num_cached = len(match.blocks) * self.pool.block_size
         num_remaining = tokens_to_prefill(seq, num_cached)
@@ -571,10 +571,10 @@ class Scheduler:
         lacks_tokens = num_remaining > 0 and num_tokens == 0
         needed_blocks = blocks_to_admit(self.pool, match.blocks, num_positions)
         if lacks_tokens or needed_blocks > len(self.pool.free_blocks):
-            builder.blocked = True
-            reason = reasons.NO_TOKENS_LEFT if lacks_tokens else reasons.NOT_ENOUGH_BLOCKS
+            builder.closed_because = reasons.BEHIND_ANOTHER
+            reason = reasons.NO_ROOM_FOR_PROMPT if lacks_tokens else reasons.NOT_ENOUGH_BLOCKS
             self.reports.not_admitted(seq, reason, 0 if lacks_tokens else needed_blocks)
-            return 0
+            return
         self.queues.start_prefill(seq)
         self.reports.admitted(seq, match)
         self.prefix.attach(seq, match, plan)
@@ -588,7 +588,7 @@ class Scheduler:
         plan.slot_fills.append(fill_slot(seq))
         if num_tokens > 0:
             self._schedule_chunk(seq, num_tokens, plan)
-        return max(num_tokens, 1) + self.prefix.load_cost_tokens(len(match.loads))
+        builder.tokens_left -= max(num_tokens, 1)
 
     # ---- commit ----------------------------------------------------------------------------------
 
@@ -703,6 +703,8 @@ class Scheduler:
                 break
         if reason is not None and num_kept < len(tokens):  # an accepted draft ends the sequence
             num_unused = len(tokens) - 1 - num_kept
+            assert self.speculation is not None
+            self.speculation.counters.discard_accepted(num_kept, num_unused)
             seq.accepted_drafts -= num_unused
             seq.rejected_drafts += num_unused
             tokens = tokens[:num_kept]

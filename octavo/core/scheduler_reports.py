@@ -14,6 +14,7 @@ from octavo.core import reasons
 from octavo.core.prefix import Match, PrefixCache
 from octavo.core.queues import Queues
 from octavo.core.step_shape import StepShape, StepShaper
+from octavo.core.tables import blocks_to_grow
 from octavo.events import (
     Admitted,
     Arrived,
@@ -97,8 +98,9 @@ class SchedulerReports:
             reason = reasons.BATCH_FORMING
         self.not_admitted(seq, reason)
 
-    def not_tried(self, shape: StepShape, preempted: bool, blocked: bool) -> None:
-        """Report the first sequence that this plan did not try to admit, and the reason."""
+    def not_tried(self, shape: StepShape, closed_because: str) -> None:
+        """Report the first sequence that this plan did not try to admit, and the reason.
+        `closed_because`: why the plan admitted no further sequence; empty if it might have."""
         if NotAdmitted not in self.events.listeners:
             return
         untried = (seq for seq in self.queues.waiting if seq.id not in self.not_admitted_ids)
@@ -107,10 +109,8 @@ class SchedulerReports:
             return
         if not self.queues.free_slots:
             reason = reasons.NO_FREE_SLOT
-        elif preempted:
-            reason = reasons.AFTER_PREEMPTION
-        elif blocked:
-            reason = reasons.NOT_ENOUGH_BLOCKS
+        elif closed_because:
+            reason = closed_because
         elif seq.rank >= shape.admit_before:
             reason = reasons.AFTER_URGENT
         else:
@@ -120,8 +120,7 @@ class SchedulerReports:
     def lacks_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Report a prompt whose next chunk has to wait for blocks."""
         if NotPlanned in self.events.listeners:
-            num_blocks = -(-(seq.planned + num_tokens) // self.prefix.block_size)
-            needed_blocks = num_blocks - len(seq.block_table)
+            needed_blocks = blocks_to_grow(self.prefix.pool, seq, num_tokens)
             self.events.emit(NotPlanned(seq, reasons.CHUNK_LACKS_BLOCKS, needed_blocks))
 
     def admitted(self, seq: Sequence, match: Match) -> None:
@@ -144,7 +143,9 @@ class SchedulerReports:
         if content_hash in prefix.computing:
             return reasons.BEING_COMPUTED, content_hash
         if prefix.tiers is not None and content_hash in prefix.tiers.ready:
-            return reasons.LOADING_SLOWER, content_hash
+            # A match that loading pays for ends at a host block only in PrefixCache.usable_match().
+            reason = reasons.NO_BLOCK_TO_LOAD if match.loading_pays else reasons.LOADING_SLOWER
+            return reason, content_hash
         return reasons.NOT_CACHED, content_hash
 
     def _computed_by(self, seq: Sequence) -> int:

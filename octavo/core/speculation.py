@@ -65,6 +65,12 @@ class DraftCounters:
     drafted: int = 0  # drafts that were verified
     accepted: int = 0  # drafts that became tokens
 
+    def discard_accepted(self, first: int, count: int) -> None:
+        """Uncount accepted drafts of a step from the place `first` on: their sequence had ended."""
+        self.accepted -= count
+        for place in range(first, first + count):
+            self.accepted_at[place] -= 1
+
 
 class Speculation:
     def __init__(self, config: SpeculativeConfig):

@@ -101,8 +101,10 @@ class StepShaper:
             and not self.prefix.waits_for_disk(seq)
         )
 
-    def shape(self, step_number: int) -> StepShape:
-        token_cap = self.token_cap.current(step_number)
+    def shape(self, plan: Plan) -> StepShape:
+        """Decide the shape of a step whose plan is still empty. Disk reads for urgent prompts are
+        added to the plan."""
+        token_cap = self.token_cap.current(plan.step)
         if self.preemption is None:
             num_decoding = len(self.queues.decoding)
             allowance = self.prompt_budget.allow(
@@ -110,10 +112,12 @@ class StepShaper:
             )
             share = 0.0 if allowance.delayed else self.short_prompt_share
             return StepShape(num_decoding + allowance.tokens, share)
-        return self._shape_with_urgent(self.preemption, token_cap)
+        return self._shape_with_urgent(self.preemption, token_cap, plan)
 
-    def _shape_with_urgent(self, preemption: UrgentPreemption, token_cap: int) -> StepShape:
-        step = preemption.shape(token_cap, self.prompt_budget)
+    def _shape_with_urgent(
+        self, preemption: UrgentPreemption, token_cap: int, plan: Plan
+    ) -> StepShape:
+        step = preemption.shape(token_cap, self.prompt_budget, plan)
         token_budget = step.token_budget
         if token_budget is None:  # there are no prompts
             num_decoding = len(self.queues.decoding)

@@ -40,21 +40,32 @@ def blocks_to_admit(pool: BlockPool, matched: list[int], num_tokens: int) -> int
     return total - sum(pool.ref_counts[block] > 0 for block in matched if block)
 
 
+def shared_blocks(pool: BlockPool, seq: Sequence, num_blocks: int) -> list[int]:
+    """Return the logical blocks, of the first `num_blocks`, that a sequence must copy to write its
+    next positions."""
+    table = seq.block_table
+    return [
+        index
+        for index in range(seq.planned // pool.block_size, min(num_blocks, len(table)))
+        if pool.ref_counts[table[index]] > 1
+    ]
+
+
+def blocks_to_grow(pool: BlockPool, seq: Sequence, num_tokens: int) -> int:
+    """Return how many blocks reserve() takes from the pool."""
+    num_blocks = -(-(seq.planned + num_tokens) // pool.block_size)
+    num_new = max(num_blocks - len(seq.block_table), 0)
+    return len(shared_blocks(pool, seq, num_blocks)) + num_new
+
+
 def reserve(pool: BlockPool, seq: Sequence, num_tokens: int, plan: Plan) -> bool:
     """Give a sequence blocks of its own for its next `num_tokens` positions: shared blocks are
     copied, and new ones appended. If the pool has too few, returns False and changes nothing."""
     table = seq.block_table
-    first = seq.planned // pool.block_size
-    last = (seq.planned + num_tokens - 1) // pool.block_size
-    shared = [
-        index
-        for index in range(first, min(last + 1, len(table)))
-        if pool.ref_counts[table[index]] > 1
-    ]
-    num_new = max(last + 1 - len(table), 0)
-    if len(shared) + num_new > len(pool.free_blocks):
+    if blocks_to_grow(pool, seq, num_tokens) > len(pool.free_blocks):
         return False
-    for index in shared:  # copy on write
+    num_blocks = -(-(seq.planned + num_tokens) // pool.block_size)
+    for index in shared_blocks(pool, seq, num_blocks):  # copy on write
         source = table[index]
         table[index] = pool.allocate()
         plan.copies.append((source, table[index]))
@@ -63,7 +74,7 @@ def reserve(pool: BlockPool, seq: Sequence, num_tokens: int, plan: Plan) -> bool
         if BlockCopied in pool.events.listeners:
             pool.events.emit(BlockCopied(seq, source, table[index]))
     first_new = len(table)
-    for index, block in enumerate(grow_table(pool, seq, last + 1), first_new):
+    for index, block in enumerate(grow_table(pool, seq, num_blocks), first_new):
         plan.table_updates.append((seq.slot, index, block))
     return True
 

@@ -35,7 +35,6 @@ from octavo.events import (
     BlocksReleased,
     DiskListed,
     Event,
-    EventLog,
     StepLanded,
     TierDropped,
     TierLoaded,
@@ -58,9 +57,9 @@ class TierCounters:
     disk_tokens: int = 0  # positions served from disk
     evictions: int = 0  # contents evicted from host memory
     dropped: int = 0  # contents that left the device and found no host block
-    refused: int = 0  # lookups that did not load because loading seemed slower
+    refused: int = 0  # admissions and lookups on disk that chose recomputing over loading
     load_seconds: float = field(default=0.0, repr=False)  # total, where it was measured
-    fetch_seconds: float = field(default=0.0, repr=False)  # total, as if one after another
+    fetch_seconds: float = field(default=0.0, repr=False)  # sum over fetches, although they overlap
     misses: dict[str, int] = field(default_factory=dict)  # failed disk operations by reason
 
     def add_miss(self, reason: str) -> None:
@@ -77,15 +76,11 @@ class Promotion(NamedTuple):
 
 class TierIndex:
     def __init__(
-        self,
-        num_host_blocks: int,
-        block_size: int,
-        block_bytes: int,
-        has_disk: bool = False,
-        events: EventLog | None = None,
+        self, pool: BlockPool, num_host_blocks: int, block_bytes: int, has_disk: bool = False
     ):
+        self.pool = pool
         self.num_host_blocks = num_host_blocks
-        self.block_size = block_size
+        self.block_size = pool.block_size
         self.block_bytes = block_bytes
         self.has_disk = has_disk
         # The lists below are indexed by host block.
@@ -104,9 +99,9 @@ class TierIndex:
         # wait for the disk are looked up again.
         self.transfers_ended = 1
         self.counters = TierCounters()
-        self.costs = OffloadCosts(block_size, block_bytes / HOST_RATE, block_bytes / DISK_RATE)
+        self.costs = OffloadCosts(pool.block_size, block_bytes / HOST_RATE, block_bytes / DISK_RATE)
         self.fetch_ids: Iterator[int] = count(1)
-        self.events = events or EventLog()
+        self.events = pool.events
         self.events.subscribe(self._learn, StepLanded)
 
     def _learn(self, event: Event) -> None:
@@ -134,44 +129,46 @@ class TierIndex:
         blocks: list[int],
         hashes: list[bytes],
         tokens: array[int],
-        pool: BlockPool,
         computing: dict[bytes, int],
-    ) -> list[tuple[int, int]]:
+    ) -> tuple[list[tuple[int, int]], bool]:
         """Continue a match where the pool's own match ended.
 
         Appends to `blocks`: a device block, or 0 for a block to load. Returns (logical block, host
-        block) of the blocks to load. It stops at a block that another sequence computes or that is
-        being promoted, because that block will be in the pool soon."""
-        loads: list[tuple[int, int]] = []
-        pays: bool | None = None
+        block) of the blocks to load, and False if loading does not pay. It stops at a block that
+        another sequence computes or that is being promoted, because that block will be in the pool
+        soon."""
+        host_hits: list[tuple[int, int]] = []
+        pays = True
         for index in range(len(blocks), len(hashes)):
             content_hash = hashes[index]
             start = index * self.block_size
             block_tokens = tokens[start : start + self.block_size]
-            block = pool.find(content_hash, block_tokens)
+            block = self.pool.find(content_hash, block_tokens)
             if block is None:
                 host_block = self.find(content_hash, block_tokens)
                 arrives_soon = content_hash in computing or content_hash in self.promoting
                 if host_block is None or arrives_soon:
                     break
-                if pays is None:
-                    pays = self.costs.should_load()
-                    self.counters.refused += not pays
-                if not pays:
+                pays = self.costs.loading_pays()
+                if not pays and not self.costs.probe_is_due:
                     break
-                self.ready.move_to_end(content_hash)
-                loads.append((index, host_block))
+                host_hits.append((index, host_block))
             blocks.append(block or 0)
-        return loads
+        return host_hits, pays
+
+    def count_decision(self, loading_pays: bool, loads: bool) -> None:
+        """Count an admission for which loading did not pay. It `loads` nevertheless as a probe."""
+        if not loading_pays:
+            self.costs.count_refusal()
+            self.counters.refused += not loads
 
     def request_fetches(
         self,
         seq: Sequence,
         blocks: list[int],
-        loads: list[tuple[int, int]],
-        pool: BlockPool,
+        host_hits: list[tuple[int, int]],
         plan: Plan,
-        reserved: int,
+        keep_available: int,
     ) -> bool:
         """Fetch the blocks that follow a match from disk, once between two preemptions. Returns
         whether the sequence should wait for disk events."""
@@ -180,12 +177,12 @@ class TierIndex:
         missing: list[int] = []
         num_filling = 0
         num_promoting = 0
-        num_present = len(loads)
+        num_present = len(host_hits)
         for index in range(len(blocks), (len(seq.tokens) - 1) // self.block_size):
             content_hash = seq.block_hashes[index]
             if content_hash in self.promoting:
                 num_promoting += 1
-            elif content_hash in self.ready or content_hash in pool.hash_index:
+            elif content_hash in self.ready or content_hash in self.pool.hash_index:
                 num_present += 1
             elif content_hash in self.filling:
                 num_filling += 1
@@ -197,19 +194,30 @@ class TierIndex:
             # Fetches must not evict the sequence's own blocks, and at most as many are started as
             # can be promoted.
             del missing[max(self._num_available() - num_present, 0) :]
-            del missing[max(len(pool.free_blocks) - reserved, 0) :]
-            if not self.costs.should_load(disk=True):
-                self.counters.refused += 1
+            del missing[max(len(self.pool.free_blocks) - keep_available, 0) :]
+            if not self._should_fetch():
                 missing = []
                 num_filling = 0
         elif seq.disk_wait is DiskWait.WAITING and not self.costs.loading_pays(disk=True):
             num_filling = 0  # the disk is slower than expected: do not wait for further blocks
+        if missing:
+            for logical_block, _ in host_hits:
+                self.ready.move_to_end(seq.block_hashes[logical_block])
         for index in missing:
             self._start_fetch(seq, index, plan)
         waits = bool(missing or num_filling or num_promoting)
         seq.disk_wait = DiskWait.WAITING if waits else DiskWait.DONE
         seq.transfers_ended_at_lookup = self.transfers_ended
         return waits
+
+    def _should_fetch(self) -> bool:
+        """Return whether to fetch from disk, because it pays or as a probe. Counts a refusal."""
+        if self.costs.loading_pays(disk=True):
+            return True
+        probes = self.costs.probe_is_due
+        self.costs.count_refusal()
+        self.counters.refused += not probes
+        return probes
 
     def _start_fetch(self, seq: Sequence, index: int, plan: Plan) -> None:
         host_block = self._allocate()
@@ -231,6 +239,9 @@ class TierIndex:
     def load(self, host_block: int, block: int, plan: Plan) -> None:
         """Copy a verified host block to the device. It is pinned until the step has ended."""
         assert host_block not in self.unverified, "the content has not been verified"
+        content_hash = self.hashes[host_block]
+        assert content_hash is not None
+        self.ready.move_to_end(content_hash)
         self._load(host_block, block, plan)
         self.counters.host_tokens += self.block_size
 
@@ -242,11 +253,11 @@ class TierIndex:
         if TierLoaded in self.events.listeners and content_hash is not None:
             self.events.emit(TierLoaded("host", content_hash, host_block, block))
 
-    def promote(self, seq: Sequence, pool: BlockPool, plan: Plan, reserved: int) -> int:
+    def promote(self, seq: Sequence, plan: Plan, keep_available: int) -> int:
         """Copy blocks of a sequence's text that have arrived from disk to the device, in any order.
 
-        At least `reserved` device blocks stay free for running sequences. Returns how many blocks
-        were promoted."""
+        At least `keep_available` device blocks stay available for running sequences. Returns how
+        many blocks were promoted."""
         if not self.unverified:
             return 0
         promotions: list[Promotion] = []
@@ -255,9 +266,10 @@ class TierIndex:
             start = index * self.block_size
             tokens = seq.tokens[start : start + self.block_size]
             host_block = self.find(hashes[index], tokens)
-            if host_block in self.unverified and len(pool.free_blocks) > reserved:
+            has_room = len(self.pool.free_blocks) > keep_available
+            if host_block in self.unverified and has_room:
                 self.unverified.remove(host_block)
-                block = pool.allocate()
+                block = self.pool.allocate()
                 if BlocksAllocated in self.events.listeners:
                     self.events.emit(BlocksAllocated(None, 0, [block]))
                 self._load(host_block, block, plan)
@@ -272,7 +284,7 @@ class TierIndex:
         return len(promotions)
 
     def finish_promotions(
-        self, plan: Plan, pool: BlockPool, failed: bool = False, corrupt: Collection[int] = ()
+        self, plan: Plan, failed: bool = False, corrupt: Collection[int] = ()
     ) -> None:
         """Publish the contents that a step promoted. A content is discarded instead if the step
         failed, or if it is corrupt or was invalidated meanwhile."""
@@ -281,25 +293,26 @@ class TierIndex:
             if self.promoting.get(full_block.hash) == full_block.block:
                 del self.promoting[full_block.hash]
                 if not failed and host_block not in corrupt:
-                    pool.publish(full_block, tenant)
+                    self.pool.publish(full_block, tenant)
                     self.counters.disk_tokens += self.block_size
                 else:
                     self._discard(host_block)
             if host_block in corrupt:
                 self.counters.add_miss("corrupt")
                 self._forget_on_disk(full_block.hash)
-            pool.release(full_block.block)
+            self.pool.release(full_block.block)
             if BlocksReleased in self.events.listeners:
                 self.events.emit(BlocksReleased(None, [full_block.block]))
             self.transfers_ended += 1
 
     # ---- down: device to host memory and disk ----------------------------------------------------
 
-    def demote(self, pool: BlockPool, plan: Plan) -> None:
+    def demote(self, plan: Plan) -> None:
         """Store the contents that the plan evicts from the device, and save them to disk later.
 
         A block on disk is useless without the blocks before it. Those may stay on the device for
         ever, so they are stored along with it."""
+        pool = self.pool
         for removed in pool.unpublished_blocks:
             if removed.hash in self.ready:
                 self.ready.move_to_end(removed.hash)
@@ -308,8 +321,9 @@ class TierIndex:
                 while parent and not self._has(parent.hash) and self._store(parent, plan):
                     parent = pool.full_block(parent.parent)
 
-    def flush(self, pool: BlockPool, plan: Plan) -> None:
+    def flush(self, plan: Plan) -> None:
         """Store contents that are only on the device, most recently used first, while they fit."""
+        pool = self.pool
         for block in reversed(pool.free_blocks):
             full_block = pool.full_block(pool.hashes[block] or b"")
             has_room = len(plan.stores) < self.num_host_blocks

@@ -25,7 +25,7 @@ from heapq import merge
 from octavo.core.prefix import PrefixCache
 from octavo.core.queues import Queues, by_rank
 from octavo.core.step_budget import PromptBudget, StepTimes
-from octavo.core.tables import blocks_to_admit, tokens_to_prefill
+from octavo.core.tables import blocks_to_admit, blocks_to_grow, tokens_to_prefill
 from octavo.types import Plan, Rank, Sequence, Status
 
 LAST_RANK: Rank = (math.inf, sys.maxsize, 0, sys.maxsize, 0)
@@ -35,6 +35,7 @@ LAST_RANK: Rank = (math.inf, sys.maxsize, 0, sys.maxsize, 0)
 class UrgentStep:
     """The decisions about the next step so far."""
 
+    plan: Plan  # gets the disk reads of prompts that cannot start without them
     free_slots: int
     free_blocks: int
     decoding: list[Sequence]  # sequences that decode in this step
@@ -82,9 +83,10 @@ class UrgentPreemption:
 
     # ---- before a step ---------------------------------------------------------------------------
 
-    def shape(self, token_cap: int, prompt_budget: PromptBudget) -> UrgentStep:
+    def shape(self, token_cap: int, prompt_budget: PromptBudget, plan: Plan) -> UrgentStep:
         """Decide which prompts the next step computes. Steps have at most `token_cap` tokens."""
         step = UrgentStep(
+            plan=plan,
             free_slots=len(self.queues.free_slots),
             free_blocks=len(self.pool.free_blocks),
             decoding=list(self.queues.decoding),
@@ -122,7 +124,7 @@ class UrgentPreemption:
         tokens_left = step.token_budget - num_decoding - step.prompt_tokens
         if tokens_left <= 0:
             return False
-        needs = self._chunk_needs(seq, tokens_left)
+        needs = self._chunk_needs(seq, tokens_left, step.plan)
         if needs is None:
             return True
         step.free_slots -= needs.slots
@@ -147,31 +149,38 @@ class UrgentPreemption:
         }
 
     def _background_limit(self, prompt: Sequence, limit: int) -> int:
-        """Return the prompt tokens of a step that a later urgent request may have to wait for."""
-        if self.last_urgent is None or self.policy.pauses(self.last_urgent, prompt):
+        """Return the limit of prompt tokens for a step without urgent prompts, so that an urgent
+        request that arrives during it waits only briefly. There is no limit before the first urgent
+        request: it would cost throughput where all requests are alike."""
+        if self.last_urgent is not None and self.policy.pauses(self.last_urgent, prompt):
             return self.step_times.background_chunk(limit, self.depth)
         return limit
 
-    def _chunk_needs(self, seq: Sequence, token_budget: int) -> ChunkNeeds | None:
-        """Return what the next chunk of a prompt needs, or None if it is done or cannot start."""
+    def _chunk_needs(self, seq: Sequence, token_budget: int, plan: Plan) -> ChunkNeeds | None:
+        """Return what the next chunk of a prompt needs, or None if it is done or cannot start. A
+        prompt that waits for the disk makes no room for itself before its blocks have been read."""
         block_size = self.pool.block_size
         if seq.status is Status.RUNNING:
             num_tokens = min(tokens_to_prefill(seq, seq.planned), token_budget)
             if not num_tokens:
                 return None
-            num_blocks = -(-(seq.planned + num_tokens) // block_size) - len(seq.block_table)
-            return ChunkNeeds(0, max(num_blocks, 0), num_tokens)
+            return ChunkNeeds(0, blocks_to_grow(self.pool, seq, num_tokens), num_tokens)
         match = self.prefix.match(seq)
-        if match.awaited_blocks:
+        num_running = len(self.queues.running)
+        if match.awaited_blocks or self.prefix.request_disk(
+            seq, match, plan, keep_available=num_running
+        ):
             return None
+        match = self.prefix.usable_match(match)
         num_cached = len(match.blocks) * block_size
         num_tokens = min(tokens_to_prefill(seq, num_cached), token_budget)
         return ChunkNeeds(1, blocks_to_admit(self.pool, match.blocks, num_tokens), num_tokens)
 
     def _find_victims(self, seq: Sequence, step: UrgentStep, decoding: list[Sequence]) -> bool:
         """Choose victims until slots and blocks suffice for the prompt and for the decoding
-        sequences, whose new blocks come first. False: preempting all candidates would not help."""
-        decode_blocks = sum(other.planned % self.pool.block_size == 0 for other in decoding)
+        sequences, whose new blocks come first. Returns False, and chooses nobody, if the candidates
+        cannot free enough."""
+        decode_blocks = sum(blocks_to_grow(self.pool, other, 1) for other in decoding)
         while step.free_slots < 0 or step.free_blocks < decode_blocks:
             candidates = [
                 other
@@ -180,10 +189,10 @@ class UrgentPreemption:
                 and self.policy.preempts(seq, other)
                 and other not in step.victims
             ]
+            references = Counter(block for other in candidates for block in other.block_table)
             possible = sum(
-                self.pool.ref_counts[block] - step.released[block] == 1
-                for other in candidates
-                for block in other.block_table
+                self.pool.ref_counts[block] == step.released[block] + count
+                for block, count in references.items()
             )
             if not candidates or step.free_blocks + possible < decode_blocks:
                 return False

@@ -7,8 +7,10 @@
 
 export const MAX_ENDED = 400; // Finished, failed and refused requests that stay listed.
 export const NO_FREE_SLOT = "every batch slot is in use"; // octavo/core/reasons.py
-export const NO_FREE_BLOCK = "no block was free"; // octavo/core/reasons.py
-export const TOO_FEW_BLOCKS = "there are too few free blocks for it"; // octavo/core/reasons.py
+// These are in octavo/core/reasons.py.
+export const NO_BLOCK_AVAILABLE = "no block was available";
+export const TOO_FEW_BLOCKS = "too few blocks are available for it";
+export const BEHIND_ANOTHER = "a sequence before it did not fit into this step";
 
 // A request has no sequence while its structured output is compiled, and none if it is refused. Such
 // requests have negative ids: refused ones are above -COMPILING.
@@ -529,9 +531,8 @@ export function countStates(state) {
   return counts;
 }
 
-// Whether a reason to wait belongs to a request before this one. A plan that lacks blocks for a
-// request gives the same reason, without a number, for the first that it did not try.
-export const isOfAnother = ({ reason, needed }) => reason === TOO_FEW_BLOCKS && !needed;
+// Whether a reason to wait belongs to a request before this one.
+export const isOfAnother = ({ reason }) => reason === BEHIND_ANOTHER;
 
 // Returns the waiting sequence at which the latest plan stopped, or null. Those behind it were not
 // tried.
@@ -574,7 +575,7 @@ export function wordsOfReason(reason, state, needed = 0) {
   if (reason === NO_FREE_SLOT && hasFreeSlot(state))
     return "every batch slot was in use at the start of this step";
   if (reason === TOO_FEW_BLOCKS && needed && needed <= countAvailable(state))
-    return "there were too few free blocks for it at the start of this step";
+    return "too few blocks were available for it at the start of this step";
   return reason;
 }
 

@@ -25,7 +25,7 @@ import {
   freeList,
   hasFreeSlot,
   isOfAnother,
-  NO_FREE_BLOCK,
+  NO_BLOCK_AVAILABLE,
   NO_FREE_SLOT,
   TOO_FEW_BLOCKS,
   wordsOfReason,
@@ -252,11 +252,11 @@ function wordsOfShortage(seq, needed, state) {
   const available = countAvailable(state);
   const then = plan && state.about.num_blocks - plan.used;
   const decision = plan
-    ? `At the beginning of ${nameOfStep(plan.step, state.engine)}, when the scheduler decided, ${wereOf(then)} free or cached, so ${blocksAre(needed - then, ["was", "were"])} missing.`
+    ? `At the beginning of ${nameOfStep(plan.step, state.engine)}, when the scheduler decided, ${wereOf(then)} available, so ${blocksAre(needed - then, ["was", "were"])} missing.`
     : "";
   if (needed <= available)
-    return `${decision} ${areOf(available)} free or cached now, so the next step can start it.`;
-  return available === then ? decision : `${decision} ${areOf(available)} free or cached now.`;
+    return `${decision} ${areOf(available)} available now, so the next step can start it.`;
+  return available === then ? decision : `${decision} ${areOf(available)} available now.`;
 }
 
 // Reason -> the rule with its numbers. Reasons are those of octavo/core/scheduler.py.
@@ -297,6 +297,11 @@ const RULES = {
       chips(prompts.map((item) => state.sequences.get(item.id)).filter(Boolean)),
     ];
   },
+  "this step has no room for its whole prompt": (seq, state) => [
+    paragraph(
+      `Prompts are not cut into chunks here, so this one waits for a step that has room for all of it. ${placeInQueue(seq, state)}`,
+    ),
+  ],
   "a sequence was preempted in this step": (seq, state) => [
     paragraph(
       `In a step that preempts a sequence, no request is admitted. Otherwise the preempted sequence could be admitted at once and take the blocks back. ${placeInQueue(seq, state)}`,
@@ -333,15 +338,15 @@ const RULES = {
   ],
   "it pauses for a more urgent prompt": () => [
     paragraph(
-      "A more urgent prompt is computed in this step. This sequence keeps its batch slot and its blocks, and continues in the step after it.",
+      "A more urgent prompt is computed in this step. This sequence keeps its batch slot and its blocks, and continues when the prompt is computed.",
     ),
   ],
-  "it skips a step for an urgent prompt of its own priority": () => [
+  "it skips a step for an equally urgent prompt": () => [
     paragraph(
       "An urgent prompt is computed alone, because one more sequence may make the step slower. Sequences of the same priority skip one step, and never two in a row.",
     ),
   ],
-  "there are too few free blocks for its next chunk": (seq, state) => [
+  "too few blocks are available for its next chunk": (seq, state) => [
     paragraph(
       `The prompt is computed in chunks, and the next one needs ${plural(seq.unplanned?.needed ?? 0, "block")}. It takes blocks only from prompts that rank after it, and there is none.${state.used ? ` ${blocksAre(state.used, ["is", "are"])} held now by:` : ""}`,
     ),
@@ -714,7 +719,7 @@ function explainPreemptions(seq, page) {
     seq.state === "waiting" ? paragraph(wordsOfReusable(seq, page.state)) : null,
     many,
     element("ul", "plain", ...items),
-    lastMark.reason === NO_FREE_BLOCK && lastMark.beneficiary !== seq.id
+    lastMark.reason === NO_BLOCK_AVAILABLE && lastMark.beneficiary !== seq.id
       ? paragraph(wordsOfVictim(lastMark.policy))
       : null,
     sourceOf(page.state, lastMark.reason),

@@ -2,7 +2,6 @@
 
 import { nameOf } from "./colours.js";
 import { count, plural, shortId } from "./draw.js";
-import { isOfAnother } from "./state.js";
 
 // Kind -> the group that the log can hide, and the word in front of the event.
 export const KINDS = {
@@ -104,9 +103,7 @@ const writers = {
   admitted: (e) =>
     `${count(e.cached)} of ${plural(e.tokens, "token")} cached${e.recomputed ? `, ${count(e.recomputed)} to be recomputed` : ""}`,
   waiting: (e, name) =>
-    isOfAnother(e)
-      ? "there are too few free blocks for a request before it"
-      : `${e.reason}${e.needed ? ` (needs ${e.needed})` : ""}${e.waits_for ? ` (${name(e.waits_for)})` : ""}`,
+    `${e.reason}${e.needed ? ` (needs ${e.needed})` : ""}${e.waits_for ? ` (${name(e.waits_for)})` : ""}`,
   unplanned: (e) => `${e.reason}`,
   recomputes: (e) => `the KV cache is off, so all tokens are computed again`,
   preempted: (e, name) =>

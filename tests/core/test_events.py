@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from octavo import events
+from octavo.core import reasons
 from octavo.core.dummy_run import dummy_run
 from octavo.core.engine import Engine
 from octavo.events import (
@@ -22,6 +23,7 @@ from octavo.events import (
     EventLog,
     Failed,
     Finished,
+    NotAdmitted,
     Preempted,
     StepLanded,
     TierLoaded,
@@ -99,7 +101,7 @@ def test_a_scripted_workload_emits_its_events_in_order() -> None:
     scripted(engine)
     assert [event.number for event in received] == list(range(1, len(received) + 1))
     assert all(before.step <= after.step for before, after in pairwise(received))
-    lacks_blocks = "NotAdmitted c0 (there are too few free blocks for it)"
+    lacks_blocks = "NotAdmitted c0 (too few blocks are available for it)"
     step = ["StepPlanned", "StepLanded"]
     committed = "StepCommitted"
     disk = ["TierReady", "TierStored (disk)", committed]
@@ -123,7 +125,7 @@ def test_a_scripted_workload_emits_its_events_in_order() -> None:
         ],
         11: [
             *("BlockEvicted", "BlocksAllocated b0"),
-            *("Preempted c0 (no block was free)", "BlocksReleased c0"),
+            *("Preempted c0 (no block was available)", "BlocksReleased c0"),
             *("NotAdmitted c0 (a sequence was preempted in this step)", *step, committed),
         ],
         **{number: [lacks_blocks, *step, committed] for number in (12, 13, 14, 16)},
@@ -206,6 +208,34 @@ def test_blocks_that_a_restarted_engine_reads_from_disk_are_reported() -> None:
     waits = "NotAdmitted d0 (its prefix is being read from disk)"
     in_order = ["Arrived d0", waits, "TierLoaded (disk)", "TierLoaded (host)", "Admitted d0"]
     assert [described.index(one) for one in in_order] == sorted(map(described.index, in_order))
+
+
+def test_a_request_behind_one_that_lacks_room_has_a_reason_of_its_own() -> None:
+    """Blocks are missing for the first request only; the second would fit and is not tried."""
+    engine = make_engine(8, 4, slots=4, budget=64, depth=1)
+    received = listen(engine, NotAdmitted)
+    add(engine, "a", 1, 20, max_tokens=2)
+    engine.step()
+    add(engine, "b", 23, 20, max_tokens=2)
+    add(engine, "c", 45, 3, max_tokens=2)
+    engine.step()
+    assert [describe(event) for event in received] == [
+        f"NotAdmitted b0 ({reasons.NOT_ENOUGH_BLOCKS})",
+        f"NotAdmitted c0 ({reasons.BEHIND_ANOTHER})",
+    ]
+
+
+def test_a_whole_prompt_that_does_not_fit_into_a_step_is_not_reported_as_lacking_blocks() -> None:
+    engine = make_engine(80, 4, slots=4, budget=16, depth=1, chunked_prefill=False)
+    received = listen(engine, NotAdmitted)
+    add(engine, "a", 1, 10, max_tokens=2)
+    add(engine, "b", 30, 10, max_tokens=2)
+    add(engine, "c", 45, 3, max_tokens=2)
+    engine.step()
+    assert [describe(event) for event in received] == [
+        f"NotAdmitted b0 ({reasons.NO_ROOM_FOR_PROMPT})",
+        f"NotAdmitted c0 ({reasons.BEHIND_ANOTHER})",
+    ]
 
 
 def test_a_step_that_fails_is_reported_before_its_requests() -> None:

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from octavo.core import reasons
 from octavo.core.engine import Engine
 from octavo.core.policy import POLICIES, Policy, find_policy
 from octavo.errors import InvalidRequest
+from octavo.events import Admitted, NotAdmitted, Preempted
 from octavo.params import SamplingParams
 from octavo.types import Plan, Request, Sequence
 from tests import oracle
+from tests.fake_runner import FakeDisk
 from tests.workloads import Clock, make_engine
 
 
@@ -258,7 +261,7 @@ def test_a_preempted_tenant_keeps_its_served_tokens(preempted: bool) -> None:
     keep_queued(engine, 1500, A=4, B=4)
     if preempted:
         engine.scheduler._preempt(
-            engine.scheduler.sequences_by_request["long"][0], "no block was free"
+            engine.scheduler.sequences_by_request["long"][0], "no block was available"
         )
     for i in range(300):
         add_request(engine, f"P {i}", 3, max_tokens=8, tenant="P")
@@ -437,6 +440,74 @@ def test_an_urgent_prompt_is_computed_alone_and_the_others_go_on_where_they_were
     ]
     assert [plan.urgent for plan in plans[:4]] == [False, True, True, False]
     assert engine.scheduler.counters.preemptions == 0 and engine.scheduler.counters.paused == 4
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_nothing_is_preempted_for_an_urgent_prompt_while_it_is_read_from_disk(slots: int) -> None:
+    disk = FakeDisk(slowest=4, lists=0.0)
+
+    def engine_with_disk() -> Engine:
+        return make_engine(
+            30, 4, slots=slots, budget=64, depth=1, policy="priority", host=30, disk=disk
+        )
+
+    first = engine_with_disk()
+    prompt = add_request(first, "urgent", 33, max_tokens=1).prompt
+    drain(first)
+    for plan in (first.scheduler.flush(), Plan(99), Plan(100), Plan(101), Plan(102)):
+        first.scheduler.commit(plan, first.runner.launch(plan).wait())
+    assert len(disk.records) == 8
+    engine = engine_with_disk()
+    add_request(engine, "low", 40, max_tokens=15, priority=1)
+    if slots > 1:
+        add_request(engine, "also low", 40, max_tokens=15, priority=1)
+    for _ in range(2):
+        engine.step()
+    preempted_in: list[int] = []
+    admitted_in: list[int] = []
+    waited_in: list[int] = []
+    events = engine.events
+    events.subscribe(lambda event: preempted_in.append(event.step), Preempted)
+    events.subscribe(
+        lambda event: event.reason == reasons.DISK_READ and waited_in.append(event.step),
+        NotAdmitted,
+    )
+    add_request(engine, "urgent", prompt=prompt)
+    events.subscribe(
+        lambda event: event.seq.request.id == "urgent" and admitted_in.append(event.step), Admitted
+    )
+    computed = engine.scheduler.counters.computed_tokens
+    while not admitted_in:
+        running = len(engine.scheduler.running)
+        engine.step()
+        engine.scheduler.check()
+        if not admitted_in:
+            assert len(engine.scheduler.running) == running, "they decode while the disk reads"
+    assert engine.scheduler.counters.computed_tokens > computed
+    assert engine.scheduler.counters.tiers.fetches > 0
+    assert len(preempted_in) <= 1 and set(preempted_in) <= set(admitted_in)
+    if slots > 1:
+        assert waited_in
+    drain(engine)
+
+
+def test_an_urgent_request_takes_blocks_that_several_victims_share() -> None:
+    engine = make_engine(14, 4, slots=8, budget=64, depth=1, policy="priority")
+    params = SamplingParams(n=3, max_tokens=9, ignore_eos=True)
+    engine.add(Request("low", list(range(1, 34)), params, priority=1))
+    for _ in range(3):
+        engine.step()
+    assert len(engine.scheduler.decoding) == 3
+    add_request(engine, "urgent", 40, max_tokens=1)
+    plan = engine.scheduler.plan()
+    assert names(engine, plan) == ["urgent"]
+    assert engine.scheduler.counters.preemptions == 3
+
+
+def test_prompts_are_not_limited_before_the_first_urgent_request() -> None:
+    engine = make_engine(200, 4, slots=8, budget=400, depth=1, max_len=600, policy="priority")
+    add_request(engine, "long", 500)
+    assert engine.scheduler.plan().num_tokens == 400
 
 
 def test_equal_priorities_do_not_pause_each_other() -> None:

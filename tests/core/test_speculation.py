@@ -9,6 +9,7 @@ from octavo.params import SamplingParams
 from octavo.types import Request
 from tests import oracle
 from tests.fake_runner import FakeRunner
+from tests.workloads import make_engine
 
 
 def test_an_output_counts_as_accepted_the_drafts_that_became_tokens() -> None:
@@ -38,6 +39,20 @@ def test_an_output_counts_as_accepted_the_drafts_that_became_tokens() -> None:
             else:
                 assert accepted == len(output.tokens) - 1
     assert all_accepted > 3
+    speculation = engine.scheduler.speculation
+    assert speculation is not None
+    totals = speculation.counters
+    assert totals.accepted == sum(totals.accepted_at) == sum(counted.values())
+
+
+def test_a_fork_of_a_sequence_for_which_the_device_cannot_draft_cannot_draft_either() -> None:
+    engine = make_engine(40, 4, slots=4, budget=64, depth=1)
+    engine.add(Request("a", [1, 2, 3], SamplingParams(n=2, max_tokens=5, ignore_eos=True)))
+    engine.step()
+    (parent,) = engine.scheduler.live.values()
+    parent.drafter_has_kv = False
+    engine.step()
+    assert [seq.drafter_has_kv for seq in engine.scheduler.live.values()] == [False, False]
 
 
 def test_drafts_that_were_not_verified_do_not_count_as_recomputed() -> None:

@@ -10,6 +10,7 @@ from octavo.core.blocks import BlockPool, FullBlock, chain_hash
 from octavo.core.tables import (
     NEVER_PUBLISH,
     blocks_to_admit,
+    blocks_to_grow,
     drop_block,
     reserve,
     tokens_to_prefill,
@@ -56,6 +57,7 @@ def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     pool, plan = BlockPool(3, SIZE), Plan(1)
     seq = sequence(pool, 6, 2)
     other = [pool.acquire(b) for b in seq.block_table]
+    assert blocks_to_grow(pool, seq, 4) == 2
     assert not reserve(pool, seq, 4, plan), (
         "a copy and a new block are needed, and one block is free"
     )

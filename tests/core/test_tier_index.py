@@ -9,11 +9,13 @@ from itertools import count
 
 import pytest
 
+from octavo.core import reasons
 from octavo.core.blocks import BlockPool, FullBlock, chain_hash
 from octavo.core.engine import Engine
 from octavo.core.offload_costs import PROBE_INTERVAL, OffloadCosts
 from octavo.core.scheduler import Scheduler
 from octavo.core.tier_index import TierIndex
+from octavo.events import Admitted, Event
 from octavo.params import SamplingParams
 from octavo.types import DiskEvent, DiskWait, Item, Plan, Request, Sequence, StepResult
 from tests import oracle
@@ -353,7 +355,7 @@ def test_no_more_blocks_are_fetched_than_can_be_promoted() -> None:
         scheduler.tiers.clear()
         scheduler.tiers.fetching.clear()
         plan, seq.disk_wait = Plan(9), DiskWait.NOT_STARTED
-        scheduler.tiers.request_fetches(seq, [], [], scheduler.pool, plan, reserved)
+        scheduler.tiers.request_fetches(seq, [], [], plan, keep_available=reserved)
         assert len(plan.fetches) == num_fetches
 
 
@@ -362,9 +364,36 @@ def test_blocks_that_cannot_be_promoted_are_computed() -> None:
     scheduler.commit(scheduler.plan(), fetched(*fetch_ids))
     assert scheduler.tiers is not None
     match = scheduler.prefix.match(seq)
-    assert len(match.loads) == 4
-    assert scheduler.prefix.fetch_and_promote(seq, match, Plan(9), reserved=6) is None
-    assert match.blocks == [] and match.loads == []
+    assert len(match.host_hits) == 4
+    assert not scheduler.prefix.request_disk(seq, match, Plan(9), keep_available=6)
+    usable = scheduler.prefix.usable_match(match)
+    assert usable.blocks == [] and usable.host_hits == [] and len(match.host_hits) == 4
+    admissions: list[Event] = []
+    scheduler.events.subscribe(admissions.append, Admitted)
+    scheduler.reports.admitted(seq, usable)
+    (admitted,) = admissions
+    assert isinstance(admitted, Admitted) and admitted.match_end == reasons.NO_BLOCK_TO_LOAD
+
+
+def test_a_match_changes_nothing() -> None:
+    """Loading does not pay, except for a probe now and then. A lookup must not use the probe up."""
+    engine = small(host=20)
+    a, b = request("a"), request("b")
+    for asked_for in (a, b):
+        complete(engine, asked_for)
+    tiers = engine.scheduler.tiers
+    assert tiers is not None
+    tiers.costs.prefill_tokens, tiers.costs.prefill_seconds = 1e9, 1.0
+    tiers.costs.refusals = PROBE_INTERVAL - 1
+    engine.add(a)
+    (seq,) = engine.scheduler.waiting
+    order = list(tiers.ready)
+    matches = [engine.scheduler.prefix.match(seq) for _ in range(3)]
+    assert matches[0] == matches[1] == matches[2]
+    assert matches[0].host_hits and not matches[0].loading_pays
+    assert list(tiers.ready) == order and tiers.costs.refusals == PROBE_INTERVAL - 1
+    plan = engine.scheduler.plan()
+    assert plan.loads and tiers.costs.refusals == PROBE_INTERVAL and not tiers.counters.refused
 
 
 def test_no_block_is_promoted_into_blocks_that_others_need() -> None:
@@ -417,9 +446,11 @@ def test_blocks_that_are_computed_faster_are_not_loaded() -> None:
     for _ in range(20):
         costs.observe_step(prefill(100), StepResult([], compute_seconds=1.0))
     assert not costs.loading_pays(), "0.04 s"
-    assert [costs.should_load() for _ in range(PROBE_INTERVAL)].count(True) == 1, (
-        "now and then, to measure it again"
-    )
+    probes = []
+    for _ in range(PROBE_INTERVAL):
+        probes.append(costs.probe_is_due)
+        costs.count_refusal()
+    assert probes.count(True) == 1, "now and then, to measure it again"
     for _ in range(30):
         costs.observe_step(Plan(1, loads=[(0, 1)] * 10), StepResult([], load_seconds=0.01))
     assert costs.loading_pays() and costs.tokens_in_load_time(10) == 1
@@ -464,12 +495,13 @@ def test_a_slow_disk_is_given_up_while_waiting() -> None:
 
 
 def test_a_colliding_hash_is_a_miss_here_too() -> None:
-    pool, tiers, plan = BlockPool(1, 2), TierIndex(2, 2, 100), Plan(1)
+    pool, plan = BlockPool(1, 2), Plan(1)
+    tiers = TierIndex(pool, num_host_blocks=2, block_bytes=100)
     a, b = array("i", [1, 2]), array("i", [3, 4])
     pool.publish(FullBlock(block := pool.allocate(), b"h", a, b""))
     pool.release(block)
     pool.allocate()
-    tiers.demote(pool, plan)
+    tiers.demote(plan)
     assert plan.stores == [(1, 1)] and tiers.find(b"h", a) is None, (
         "not before the step is committed"
     )
@@ -479,7 +511,7 @@ def test_a_colliding_hash_is_a_miss_here_too() -> None:
 
 
 def test_check_notices_a_lost_host_block() -> None:
-    tiers = TierIndex(2, 2, 100)
+    tiers = TierIndex(BlockPool(1, 2), num_host_blocks=2, block_bytes=100)
     tiers.check()
     tiers._allocate()
     with pytest.raises(AssertionError, match="lost"):
@@ -501,7 +533,8 @@ def test_an_answer_to_an_earlier_schedulers_fetch_is_ignored() -> None:
 def test_an_invalidated_block_is_in_no_tier() -> None:
     """A block that is ready, was fetched from disk or is being filled: its host block is released,
     and the next content of the host block does not count as unverified."""
-    tiers, tokens = TierIndex(3, SIZE, 2**20, has_disk=True), array("i", [1, 2, 3, 4])
+    tiers = TierIndex(BlockPool(1, SIZE), num_host_blocks=3, block_bytes=2**20, has_disk=True)
+    tokens = array("i", [1, 2, 3, 4])
     scheduler, _, fetch_ids = restarted_with_fetches(FakeDisk(slowest=1))
     assert scheduler.tiers is not None
     scheduler.commit(Plan(99), fetched(fetch_ids[0]))

@@ -108,4 +108,4 @@ def test_a_row_without_a_finite_logit_ends_with_an_error() -> None:
     llm = make()
     llm.model.norm.fill_(float("nan"))
     outputs = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4), use_tqdm=False)
-    assert "no finite number" in str(outputs[0].error)
+    assert "no finite logit" in str(outputs[0].error)

@@ -483,7 +483,7 @@ def test_results_that_are_not_finite_end_only_their_own_requests(tmp_path: Path)
             {"use_beam_search": True, "best_of": 2, "temperature": 0},
         ):
             reply = running.post("/v1/completions", {"prompt": "zebra", "max_tokens": 4, **more})
-            assert "no finite number" in check_error(reply, 500, code="not_a_number")["message"]
+            assert "no finite logit" in check_error(reply, 500, code="not_a_number")["message"]
         reply = running.post("/v1/completions", {"prompt": "zebra", "stream": True})
         assert '"code":"not_a_number"' in reply.text, (
             "in the stream, or in its place if that had not begun"
@@ -496,7 +496,7 @@ def test_a_model_that_computes_no_numbers_is_not_served(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"].fill_(float("nan"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    says = "was loaded, but cannot run: the model's output holds no finite number"
+    says = "was loaded, but cannot run: the model produced no finite logit"
     with pytest.raises(AssertionError, match=says), server(tmp_path, model=str(folder)):
         pass
 

@@ -22,7 +22,7 @@ from playwright.sync_api import Browser
 from octavo.bench.what_if import RecordedRun, simulated_lines
 from octavo.core.event_recorder import read_recording
 from octavo.core.event_stream import EventStream
-from octavo.core.reasons import NOT_ENOUGH_BLOCKS
+from octavo.core.reasons import BEHIND_ANOTHER
 from octavo.core.simulate import EMBEDDED_CPU, VirtualClock
 from octavo.events import GuideStarted
 from octavo.lessons.catalog import LESSONS
@@ -176,7 +176,7 @@ def compare_reasons_and_steps(
             continue
         event = fields_of(line)
         if event["kind"] == "waiting":
-            is_of_another = event["reason"] == NOT_ENOUGH_BLOCKS and not event["needed"]
+            is_of_another = event["reason"] == BEHIND_ANOTHER
             reasons[names[event["seq"]]] = "" if is_of_another else event["reason"]
         elif event["kind"] in ("admitted", "preempted"):
             reasons.pop(names[event["seq"]], None)
@@ -398,7 +398,7 @@ def first_waits(recording: bytes) -> dict[str, list[str]]:
         if line[0] == "arrived":
             reasons[fields_of(line)["seq"]] = []
         elif line[0] == "waiting" and (event := fields_of(line))["seq"] in reasons:
-            is_of_another = event["reason"] == NOT_ENOUGH_BLOCKS and not event["needed"]
+            is_of_another = event["reason"] == BEHIND_ANOTHER
             reason = "it was behind other requests" if is_of_another else event["reason"]
             if reason not in reasons[event["seq"]]:
                 reasons[event["seq"]].append(reason)
