@@ -192,9 +192,9 @@ class Collector:
 
     @property
     def accepted_drafts(self) -> int:
-        """Return how many drafts are part of the reply.
+        """Return how many accepted drafts the reply may contain.
 
-        A stop string may have cut off drafts that were accepted.
+        A stop string may have cut off drafts that were accepted, so this is at most the length.
         """
         return sum(
             min(count.accepted, len(self.completions[index].token_ids))

@@ -190,7 +190,8 @@ class ScheduleConfig:
     max_batch: int = 8  # requests per batch, for batching "window" and "static"
     batch_window: float = 0.02  # seconds a batch collects requests, for batching "window"
     latency_target: float = 0.05  # seconds between tokens, for batching "adaptive"
-    # Fraction of a step that short prompts may take before longer prompts that started earlier.
+    # Fraction of the budget left after decoding that short prompts may take before longer prompts
+    # that started earlier.
     short_prompt_share: float = 0.25
     # False: a prompt is computed in one step if the token budget allows it
     chunked_prefill: bool = True

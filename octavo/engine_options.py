@@ -285,7 +285,7 @@ class EngineOptions:
         str,
         Option(
             "Data type of the KV cache: auto, int8, fp8, float16, ...; "
-            "int8 and fp8 halve its size.",
+            "int8 and fp8 use about half the memory of 16-bit KV.",
             "Memory",
             metavar="NAME",
             show_default=True,
@@ -372,7 +372,7 @@ class EngineOptions:
     kv_eviction: Annotated[
         str,
         Option(
-            "How a sequence drops KV at --kv-budget: none, sinks or heavy.",
+            "The KV block that a sequence drops at its --kv-budget: none, sinks or heavy.",
             "Memory",
             metavar="NAME",
             check=one_of(*KV_EVICTIONS),
@@ -442,7 +442,8 @@ class EngineOptions:
     max_num_batched_tokens: Annotated[
         int | None,
         Option(
-            "Token budget of a step. Default: 2K on a CPU, 16K on a GPU.",
+            "Token budget of a step. Default: 2K on a CPU; 2K to 16K on a GPU, by the model's "
+            "size; at least --max-num-seqs.",
             "Scheduling",
             metavar="N",
             reads="size",
@@ -452,7 +453,8 @@ class EngineOptions:
     enable_chunked_prefill: Annotated[
         bool,
         Option(
-            "Compute each prompt whole in one step, as far as the token budget allows.",
+            "Compute each prompt in a single step; only a prompt longer than the token budget is "
+            "split.",
             "Scheduling",
             flag="--no-chunked-prefill",
             aliases=("--no-enable-chunked-prefill",),

@@ -1,7 +1,7 @@
 """The requests of one process: adds them to an engine, steps it and collects their outputs.
 
 An interrupt (Ctrl-C) or a fault may leave the engine's state half-written. The loop then ends the
-requests in progress and replaces the engine by a new one with an empty cache. It is not
+requests in progress and replaces the engine by a new one with an empty cache. The loop is not
 thread-safe.
 """
 

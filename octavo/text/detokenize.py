@@ -346,7 +346,7 @@ class TextStream:
         return new_text, self._stop_checker.matched_stop
 
     def _search(self, text: str) -> str:
-        """Return the part of new text that may be shown, and note whether the text has ended.
+        """Return the part of new text that may be shown, and set `ended`.
 
         The first `min_tokens` tokens are not searched, because they may not end the text.
         """

@@ -295,7 +295,10 @@ class EngineSource(Source):
                 heartbeat.blocks_used / blocks if blocks else 0.0,
                 "Fraction of KV blocks in use, from 0 to 1.",
             ),
-            "kv_blocks_used": (heartbeat.blocks_used, "KV blocks that running sequences use."),
+            "kv_blocks_used": (
+                heartbeat.blocks_used,
+                "KV blocks that running sequences or reads from disk use, or that are withheld.",
+            ),
             "kv_blocks_cached": (
                 heartbeat.blocks_cached,
                 "KV blocks that no sequence uses and whose KV a prompt can reuse.",
@@ -331,9 +334,12 @@ class EngineSource(Source):
             "num_preemptions": (heartbeat.preemptions, "Preemptions of running sequences."),
             "recomputed_tokens": (
                 heartbeat.recomputed_tokens,
-                "Tokens computed again after a preemption.",
+                "Tokens computed again after a preemption, or because the KV cache is off.",
             ),
-            "engine_steps": (heartbeat.steps, "Steps that the engine has run."),
+            "engine_steps": (
+                heartbeat.steps,
+                "Steps that the engine has planned, including steps without work.",
+            ),
             "engine_steps_shrunk": (
                 heartbeat.oom_steps,
                 "Steps that ran out of device memory and were retried with fewer tokens.",
