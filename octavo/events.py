@@ -1,6 +1,6 @@
 """Typed events of the engine. Counters for metrics, the event stream of the live page and of
 recordings, the trace recorder, hang detection and benchmarks listen to them; the engine does not
-depend on any of these. Parts of the core that measure step times (StepShaper, TierIndex,
+depend on any of these. Parts of the core that measure step times (StepLimiter, TierIndex,
 Speculation) listen too.
 
 A part of the engine checks first whether an event has listeners, so that an event without any is
@@ -195,7 +195,7 @@ class BlocksShared(NamedTuple):
 class BlocksAllocated(NamedTuple):
     """Blocks were taken off the free list."""
 
-    seq: Sequence | None  # None: for contents that come from disk and belong to no sequence yet
+    seq: Sequence | None  # None: a content that comes from disk, or a withheld block
     first: int  # place of the first one in the block table; 0 without a sequence
     blocks: list[int]
     number: int = 0
@@ -244,7 +244,8 @@ class BlockPublished(NamedTuple):
 
 
 class BlockEvicted(NamedTuple):
-    """A content lost its device block: a sequence needed memory, or the content is not valid."""
+    """A content lost its device block: the block is needed, withheld or shifted by bounded KV, or
+    the content is not valid."""
 
     block: int
     content_hash: bytes
@@ -260,7 +261,8 @@ class CacheCleared(NamedTuple):
 
 
 class TierStored(NamedTuple):
-    """A content goes to a lower tier: planned for host memory, done for disk."""
+    """A content goes to a lower tier. Emitted when a host store is planned, or when a disk save has
+    finished."""
 
     tier: str  # host or disk
     content_hash: bytes
@@ -280,7 +282,8 @@ class TierRequested(NamedTuple):
 
 
 class TierLoaded(NamedTuple):
-    """A content comes back from a lower tier: planned from host memory, done from disk."""
+    """A content comes back from a lower tier. Emitted when a host load is planned, or when a disk
+    fetch has finished."""
 
     tier: str  # host or disk
     content_hash: bytes

@@ -87,8 +87,8 @@ def child_seed(seed: int, index: int) -> int:
 
 
 # The sort key of sequences; the lowest comes first. Its parts: the policy rank, the number of the
-# offline batch and the place in it (Queues.enqueue), the number in the order of arrival, and the
-# index among the request's completions.
+# offline batch, the place in it (Queues.enqueue), the number in the order of arrival, and the index
+# among the request's completions.
 Rank = tuple[float, int, int, int, int]
 
 
@@ -126,7 +126,7 @@ class Sequence:
     pending_forks: int = 0
     inherited_tokens: int = 0  # leading tokens computed by the sequence it was forked from
 
-    # Its place on the device, while it runs.
+    # Device state of a running sequence.
     slot: int = -1  # batch slot
     block_table: list[int] = field(default_factory=list)  # logical block -> physical block
     # Positions whose KV is committed. Blocks found at admission count from then on, although the
@@ -140,7 +140,8 @@ class Sequence:
     drafts_in_flight: int = 0  # how many planned positions may turn out to be wrong
     draft_acceptance: float = 0.0  # running mean: the fraction of its drafts that were accepted
     lookup_acceptance: float = 0.0  # the same for drafts of the host, if the device drafts too
-    # The drafter on the device has its own KV of all tokens so far, so it can draft.
+    # False: a step computed its tokens without a draft extend, so the device does not draft for it.
+    # Cached and loaded KV is not checked: if the drafter lacks it, its drafts are worse.
     drafter_has_kv: bool = True
     accepted_drafts: int = 0  # verified drafts that became tokens
     rejected_drafts: int = 0  # verified drafts that did not
@@ -150,8 +151,7 @@ class Sequence:
     published_blocks: int = 0  # leading blocks already published to the prefix cache
     cached_tokens: int = 0  # prompt positions found in the prefix cache at its first admission
     disk_wait: DiskWait = DiskWait.NOT_STARTED
-    # TierIndex.transfers_ended at the sequence's last lookup. A new lookup is useful once that
-    # number has changed.
+    # The sequence is looked up again when TierIndex.transfers_ended differs from this.
     transfers_ended_at_lookup: int = 0
 
     # Bounded KV (octavo/core/bounded_kv.py). Dropped tokens have left `tokens` too.
@@ -168,7 +168,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     pooled: array[float] = field(default_factory=lambda: array("f"))  # hidden states so far
     queued_at: float = 0.0  # on the scheduler's clock
-    first_token_at: float | None = None  # on the same clock; None: no token yet
+    first_token_at: float | None = None  # on the same clock; None: no token yet, or a beam
 
     @property
     def params(self) -> SamplingParams:
@@ -218,7 +218,8 @@ class Item(NamedTuple):
     prompt_logprobs: int | None = None  # number of top logprobs for each computed position
     wants_attention_mass: bool = False  # report how its attention is spread over its blocks
     # The last `num_drafts` tokens are drafts. A token is sampled after each draft and after the
-    # token before the first one. The step keeps what a decode without drafts would have sampled.
+    # token before the first one. The step keeps what a decode without drafts would have sampled,
+    # up to rounding.
     num_drafts: int = 0
     pooling: str | None = None  # report hidden states: the last, their sum ("mean"), or all
 
@@ -299,10 +300,10 @@ class Plan:
     # Disk work starts with the step and finishes whenever the disk is done.
     saves: list[Save] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
-    # Blocks are on their way from disk, so the step runs even without items: its result reports
-    # which of them have arrived.
+    # True while disk reads are pending. The step then runs even without items, because disk events
+    # come with step results.
     awaits_disk: bool = False
-    urgent: bool = False  # lower-priority sequences pause for the prompts in this step
+    urgent: bool = False  # less urgent sequences pause for the prompts in this step
 
     @property
     def has_work(self) -> bool:
@@ -379,7 +380,8 @@ class Output:
     tokens: list[int]  # new tokens since the previous output
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
-    # The stop token that ended it, or REPETITION_DETECTED. The engine works without stop strings.
+    # The stop token that ended it, or REPETITION_DETECTED. The engine never matches stop strings;
+    # the API server does.
     stop_reason: int | str | None = None
     cached_tokens: int = 0  # prompt tokens found in the cache; in the first and last output only
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # set in the first output only

@@ -366,7 +366,7 @@ def test_warming_up_fits_any_cache_and_teaches_nothing(
     llm.warm_up()
     assert llm.engine.events.listeners == listeners
     assert llm.engine.scheduler.pool.num_cached == 0
-    step_times = llm.engine.scheduler.shaper.step_times
+    step_times = llm.engine.scheduler.limiter.step_times
     assert step_times is not None and not step_times.num_steps
     assert llm.engine.scheduler.tiers is None or not llm.engine.scheduler.tiers.costs.prefill_tokens
 

@@ -2,9 +2,12 @@
 
 It works on blocks and hashes, not on sequences. Every block is in exactly one state:
 
-    used     some block table holds it             ref_counts > 0
-    cached   no table holds it, content is known   ref_counts == 0, hash set   } in free_blocks
-    free     no table holds it, nothing to reuse   ref_counts == 0, no hash    }
+    used     it has references                      ref_counts > 0
+    cached   it has none, and its content is known  ref_counts == 0, hash set   } in free_blocks
+    free     it has none, and nothing to reuse      ref_counts == 0, no hash    }
+
+A block table holds one reference to each of its blocks. A promotion from disk holds one until its
+step has ended, and a withheld block has one (live_settings.py).
 
 allocate() takes blocks from the front of free_blocks: first the free blocks, starting with the one
 that was released last, then the cached blocks, starting with the least recently used one. No
@@ -57,8 +60,9 @@ class BlockPool:
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.hash_index: dict[bytes, int] = {}
         self.quota = CacheQuota()
-        self.evictions = 0
-        # Contents that unpublish() has removed since PrefixCache.demote() cleared the list.
+        self.evictions = 0  # by allocate(); other contents leave the index by invalidate()
+        # Contents removed by unpublish() in the current plan. PrefixCache.demote() stores them and
+        # clears the list.
         self.unpublished_blocks: list[FullBlock] = []
         self.withheld: list[int] = []  # blocks out of use, because live_settings.py set a limit
 
@@ -125,8 +129,8 @@ class BlockPool:
                 self.quota.add(self.tenants[block], block)
 
     def publish(self, full_block: FullBlock, tenant: str = "") -> None:
-        """Enter a full, committed block into the index. A block whose content the index has already
-        is not entered, and becomes free when it is released."""
+        """Enter a full, committed block into the index. If another block already has this content,
+        the block is not indexed and will be empty after its release."""
         block = full_block.block
         if full_block.hash not in self.hash_index and self.hashes[block] is None:
             self.hash_index[full_block.hash] = block

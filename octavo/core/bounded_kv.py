@@ -47,7 +47,7 @@ def check_kv_eviction(cache: CacheConfig, max_model_len: int) -> None:
     in_range = smallest <= cache.kv_budget <= max_model_len
     if not in_range or cache.kv_budget % block_size:
         raise InvalidRequest(
-            f"kv_budget cannot be {cache.kv_budget}: use a multiple of the block size "
+            f"kv_budget is {cache.kv_budget}, but must be a multiple of the block size "
             f"{block_size}, from {smallest} ({cache.kv_sinks} blocks of sinks and two more) to "
             f"max_model_len ({max_model_len})",
             "kv_budget",

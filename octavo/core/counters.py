@@ -12,7 +12,7 @@ class Counters:
     """Totals since the start."""
 
     plans: int = 0  # calls of plan(), also those that found nothing to do
-    queried_tokens: int = 0  # prompt positions looked up in the prefix cache
+    queried_tokens: int = 0  # prompt positions admitted, also those that the cache cannot serve
     cached_tokens: int = 0  # queried tokens that were found
     computed_tokens: int = 0
     generated_tokens: int = 0

@@ -32,7 +32,7 @@ class Handle(Protocol):
 
 
 class StepRunner(Protocol):
-    """Executes plans strictly in order. Sampled tokens depend on nothing but the stream of plans.
+    """Executes plans strictly in order. Sampled tokens depend only on the sequence of plans.
     Disk events and measured times may differ between runs."""
 
     def launch(self, plan: Plan) -> Handle: ...
@@ -60,7 +60,7 @@ class Engine:
         self._last_landing = 0.0
         # Outputs of an interrupted step. The next step() returns them.
         self._late_outputs: list[Output] = []
-        # The last interrupt after which the scheduler's state is known to be consistent.
+        # The last interrupt that was handled without damage to the scheduler's state.
         self.handled_interrupt: BaseException | None = None
 
     @property
@@ -138,7 +138,12 @@ class Engine:
         if StepFailed in self.events.listeners:
             self.events.emit(StepFailed(plan, error))
         if isinstance(error, DeviceOutOfMemory):
-            log.warning("step %d: %s; retrying its requests in smaller steps", plan.step, error)
+            log.warning(
+                "step %d ran out of device memory (%d tokens): its sequences are recomputed in "
+                "smaller steps",
+                plan.step,
+                plan.num_tokens,
+            )
             return self.scheduler.retry_smaller(plan, str(error), error.code)
         outputs = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
         if not isinstance(error, Exception):

@@ -3,8 +3,8 @@
 This module forks sequences and lists the sequences of each request. beam_search.py decides which
 beams continue, and the scheduler frees slots and blocks of sequences that end.
 
-    n > 1    the prompt is computed except for its last token; then each child shares the block
-             table and computes that token itself
+    n > 1    the prompt is computed except for its last token; then the parent and each child
+             compute that token themselves; the children share the parent's blocks
     beams    when all have reported, a beam that continues twice is forked, and one that does not
              continue ends
 """

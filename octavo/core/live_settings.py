@@ -20,7 +20,7 @@ from octavo.core.policy import POLICIES
 from octavo.core.queues import Queues, by_rank
 from octavo.core.scheduler import Scheduler
 from octavo.core.step_budget import Allowance, PromptBudget
-from octavo.core.step_shape import StepShaper, piggybacks
+from octavo.core.step_limiter import piggybacks
 from octavo.errors import InvalidRequest
 from octavo.events import BlocksAllocated, BlocksReleased, SettingsChanged
 from octavo.params import check_integer
@@ -39,8 +39,8 @@ class CappedPrompts:
 
 
 def describe_settings(scheduler: Scheduler) -> dict[str, Any]:
-    token_budget = scheduler.shaper.token_cap.maximum
-    budget = scheduler.shaper.prompt_budget
+    token_budget = scheduler.limiter.token_cap.maximum
+    budget = scheduler.limiter.prompt_budget
     return {
         "policy": scheduler.schedule.policy,
         "token_budget": token_budget,
@@ -65,17 +65,17 @@ def change_settings(scheduler: Scheduler, changes: dict[str, Any]) -> None:
 def change_token_budget(scheduler: Scheduler, tokens: int) -> None:
     schedule = scheduler.schedule
     check_integer("token_budget", tokens, schedule.max_num_seqs, schedule.max_num_batched_tokens)
-    token_cap = scheduler.shaper.token_cap
+    token_cap = scheduler.limiter.token_cap
     token_cap.maximum = tokens
     token_cap.limit = tokens
 
 
 def change_chunk(scheduler: Scheduler, tokens: int) -> None:
     check_integer("chunk", tokens, 1, scheduler.schedule.max_num_batched_tokens)
-    shaper = scheduler.shaper
-    budget = shaper.prompt_budget
+    limiter = scheduler.limiter
+    budget = limiter.prompt_budget
     inner = budget.budget if isinstance(budget, CappedPrompts) else budget
-    shaper.prompt_budget = CappedPrompts(inner, tokens)
+    limiter.prompt_budget = CappedPrompts(inner, tokens)
 
 
 def change_block_limit(scheduler: Scheduler, num_blocks: int) -> None:
@@ -134,20 +134,11 @@ def change_policy(scheduler: Scheduler, name: str) -> None:
         seq.rank = (policy_rank, *seq.rank[1:])
     for sequences in (queues.waiting, queues.prefilling, queues.decoding):
         sequences.sort(key=by_rank)
-    _replace_shaper(scheduler)
-
-
-def _replace_shaper(scheduler: Scheduler) -> None:
-    """Make a shaper for the current policy, with the budget and the batches of the previous one."""
-    previous = scheduler.shaper
-    scheduler.events.unsubscribe(previous._learn)
-    shaper = StepShaper(scheduler.schedule, scheduler.queues, scheduler.prefix)
-    shaper.token_cap = previous.token_cap
-    shaper.batches = previous.batches
-    if isinstance(previous.prompt_budget, CappedPrompts):
-        shaper.prompt_budget = CappedPrompts(shaper.prompt_budget, previous.prompt_budget.cap)
-    scheduler.shaper = shaper
-    scheduler.reports.shaper = shaper
+    limiter = scheduler.limiter
+    budget_before = limiter.prompt_budget
+    limiter.choose_mechanisms(scheduler.schedule)
+    if isinstance(budget_before, CappedPrompts):
+        limiter.prompt_budget = CappedPrompts(limiter.prompt_budget, budget_before.cap)
 
 
 CHANGES: dict[str, Callable[[Scheduler, Any], None]] = {

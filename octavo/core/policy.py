@@ -12,9 +12,10 @@ A policy gives each sequence a policy rank: a number, lowest first. The unit is 
 There is no livelock under any policy: among running sequences, the sequence with the lowest rank
 never loses its blocks to another running one, because the rank of a sequence that has started does
 not change. It may wait for blocks while others decode, but these end or are preempted, so it
-advances in the end. There are two exceptions. A beam that has reported makes room for its siblings,
-whatever its rank. Under a policy with changing ranks, a rank changes once more: a preempted
-sequence comes first from then on.
+advances in the end. There are three exceptions. A beam that has reported makes room for its
+siblings, whatever its rank. Under a policy with changing ranks, a rank changes once more: a
+preempted sequence comes first from then on. Another policy, chosen while the engine runs, ranks all
+sequences again (live_settings.py).
 
 There is no starvation if a rank is the time of arrival plus a bounded number of seconds: a request
 that arrives much later comes after. `Fair` achieves the same with its counters of tokens.
@@ -52,9 +53,9 @@ class Policy:
         """Return whether `other`, which has a later rank, pauses in steps that compute `seq`'s
         prompt.
 
-        A paused sequence keeps its batch slot and blocks. This function should define few classes
-        of requests: prompts of different classes are not computed in one step, and decoding
-        sequences of `seq`'s class skip every other of these steps."""
+        A paused sequence keeps its batch slot and blocks until blocks run out. This function should
+        define few classes of requests: prompts of different classes are not computed in one step,
+        and decoding sequences of `seq`'s class skip every other of these steps."""
         return False
 
     def victim(self, candidates: list[Sequence]) -> Sequence:
@@ -100,8 +101,8 @@ class Priority(Policy):
 
 
 class Shortest(Policy):
-    """Serves short prompts first. Each prompt token counts as `ageing` seconds of later arrival, so
-    a long prompt is overtaken for a bounded time only."""
+    """Serves short prompts first. Adds `ageing` seconds to the arrival time per prompt token, so a
+    long prompt is overtaken for a bounded time only."""
 
     ageing = 0.01
 
@@ -141,7 +142,8 @@ class Fair(Policy):
     fixed_ranks = False
 
     def __init__(self) -> None:
-        # tenant -> tokens of its finished sequences, and what raised its counter to fair_counter
+        # tenant -> tokens of its finished sequences, plus credits that raised the counter to
+        # fair_counter
         self.served: dict[str, int] = {}
         self.live: dict[str, int] = {}  # tenant -> number of live sequences
         self.fair_counter = 0.0

@@ -95,7 +95,8 @@ class PrefixCache:
 
     def begins_with(self, seq: Sequence, prefixes: dict[int, set[bytes]]) -> bool:
         """Return whether a sequence begins with one of these prefixes and could reuse it.
-        `prefixes` maps a number of blocks to the hashes of the last of them."""
+        `prefixes` maps a length in blocks to the hashes of the last block of each prefix of that
+        length."""
         for num_blocks, last_hashes in prefixes.items():
             if num_blocks * self.block_size < len(seq.tokens) and self.may_match(seq):
                 self.extend_hashes(seq, num_blocks)

@@ -65,8 +65,8 @@ class Queues:
     def requeue(self, seq: Sequence) -> None:
         """Queue a preempted sequence, or a fork that found no slot.
 
-        Under a policy with changing ranks, the sequence comes first from now on. If its rank could
-        still change, two sequences could preempt each other for ever."""
+        If the policy's ranks change over time, a preempted sequence gets rank -inf, so two
+        sequences cannot preempt each other for ever."""
         if not self.policy.fixed_ranks:
             seq.rank = (-math.inf, *seq.rank[1:])
         seq.status = Status.WAITING

@@ -105,7 +105,7 @@ def _position_limit(request: Request, cache: CacheConfig, schedule: ScheduleConf
     if request.pooling is not None:
         room += 1  # no token is generated
     if room < 1:
-        left = "" if request.pooling is not None else " and one must be left to generate"
+        left = "" if request.pooling is not None else ", and at least one is needed for the reply"
         raise ContextLengthExceeded(
             f"the prompt has {length} tokens, but the context holds {schedule.max_model_len}{left}"
             ": shorten the prompt or raise max_model_len"

@@ -3,18 +3,20 @@
 It works on sequences and blocks, not on tensors. A live sequence is in one of three places:
 
     waiting      not on the device; its published blocks, if any, are only in the prefix cache
-    prefilling   no plan has covered all of its known tokens yet           } RUNNING: it holds a
-    decoding     each step computes the token sampled last, samples next   } slot and blocks
+    prefilling   no plan has covered all of its known tokens yet   } RUNNING: it holds a slot
+    decoding     each step computes the last sampled token and     } and blocks
+                 samples the next one
 
-plan() fills a token budget: decoding sequences first, then prompts in rank order. A share of it is
-for short prompts that would otherwise wait for a long one. Several plans may be in flight, so
+plan() fills a token budget: decoding sequences first, then prompts in rank order. A fraction of the
+budget that is left after decoding may go to short prompts first. Several plans may be in flight, so
 plan() looks at `planned` (where a sequence will be after them) and commit() advances `computed`
 (where it is).
 
 This file admits, plans, commits, preempts and finishes sequences. It relies on
 
     request_checks  a request becomes a sequence     queues      sequences in rank order, slots
-    step_shape      budget, pauses and victims       forks       forks and beams of a request
+    step_limiter    budget, pauses and victims       forks       forks and beams of a request
+    chunk_costs     tokens and blocks of a chunk
     prefix          which prefix is cached           tables      exclusive blocks to write to
     policy          ranks and victims                invariants  what always holds
     speculation     drafts that a step verifies
@@ -39,6 +41,7 @@ from octavo.core.bounded_kv import (
     pick_block,
     samples_attention,
 )
+from octavo.core.chunk_costs import ChunkCosts
 from octavo.core.counters import Counters
 from octavo.core.forks import SequenceGroups
 from octavo.core.invariants import check_invariants
@@ -52,8 +55,9 @@ from octavo.core.sampled_tokens import advance_guide, may_stop, only_appends
 from octavo.core.scheduler_reports import SchedulerReports
 from octavo.core.slot_fills import fill_slot
 from octavo.core.speculation import Speculation, StepDrafts, allowed_drafts, drafts_before_stop
-from octavo.core.step_shape import StepShape, StepShaper, piggybacks
-from octavo.core.tables import blocks_to_admit, drop_block, grow_table, reserve, tokens_to_prefill
+from octavo.core.step_limiter import StepLimiter, piggybacks
+from octavo.core.step_limits import StepLimits
+from octavo.core.tables import drop_block, grow_table, reserve
 from octavo.errors import GuideError, InvalidRequest, NotANumber
 from octavo.events import EventLog, StepLanded
 from octavo.types import (
@@ -73,13 +77,12 @@ from octavo.types import (
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """A plan under construction, and the token budget that it has not used yet."""
+    """A plan under construction, and the part of its token budget that is left."""
 
     plan: Plan
-    shape: StepShape
+    limits: StepLimits
     tokens_left: int
-    # Why this plan admits no further sequence: blocks or tokens ran out. This also keeps a sequence
-    # that was preempted in this plan from being admitted again in it. "": it may admit more.
+    # Why this plan admits no further sequence; "": it may. A victim must not return in the plan.
     closed_because: str = ""
 
 
@@ -116,8 +119,9 @@ class Scheduler:
             self.policy, schedule.max_num_seqs, longest_offline_first=piggybacks(schedule)
         )
         self.groups = SequenceGroups(self.queues, self.pool)
-        self.shaper = StepShaper(schedule, self.queues, self.prefix)
-        self.reports = SchedulerReports(self.events, self.queues, self.prefix, self.shaper)
+        self.chunk_costs = ChunkCosts(cache, schedule, self.pool)
+        self.limiter = StepLimiter(schedule, self.queues, self.prefix, self.chunk_costs)
+        self.reports = SchedulerReports(self.events, self.queues, self.prefix, self.limiter)
         self.speculation: Speculation | None = None
         if schedule.speculative is not None:
             self.speculation = Speculation(schedule.speculative)
@@ -149,7 +153,7 @@ class Scheduler:
     # ---- requests --------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest for one that can never run."""
+        """Queue a request. Raises InvalidRequest if it can never run, or if its id is in use."""
         arrival_number = self.arrivals + 1
         try:
             if request.id in self.sequences_by_request:
@@ -216,10 +220,11 @@ class Scheduler:
 
     def retry_smaller(self, plan: Plan, error: str, code: str) -> list[Output]:
         """Preempt the sequences of a step that exceeded the device's memory. They are computed
-        again in steps half as large. A request that fails alone twice ends with an error."""
+        again in steps half as large. A request that fails again, alone or at one token per step,
+        ends with an error."""
         affected = self._end_failed_step(plan)
         self.counters.oom_steps += 1
-        token_cap = self.shaper.token_cap
+        token_cap = self.limiter.token_cap
         token_cap.halve(plan.num_tokens, self.counters.plans)
         for seq in affected:
             self._preempt(seq, reasons.OUT_OF_MEMORY)
@@ -267,31 +272,31 @@ class Scheduler:
             self._preempt(seq, reasons.SIBLING_BEAMS)
         if not self.policy.fixed_ranks and self.queues.free_slots and self.waiting:
             self.queues.rerank_waiting(self.prefix.count_cached_tokens)
-        self.shaper.form_batch(self.sequences_by_request, self.clock)
+        self.limiter.form_batch(self.sequences_by_request, self.clock)
         self.groups.fork_prompts()
         if not self.cache.keeps_kv:
             self._discard_kv()
         plan = Plan(self.counters.plans)
-        shape = self.shaper.shape(plan)
-        self.token_budget = shape.token_budget
-        for victim, beneficiary in shape.victims:
+        limits = self.limiter.decide(plan)
+        self.token_budget = limits.token_budget
+        for victim, beneficiary in limits.to_preempt:
             self._preempt(victim, reasons.URGENT_REQUEST, beneficiary)
-        self.reports.begin_plan(shape)
+        self.reports.begin_plan(limits)
         self.groups.fill_stale_slots(plan)
         promotion_cost = self.prefix.load_cost_tokens(len(plan.loads))
-        builder = PlanBuilder(plan, shape, shape.token_budget - promotion_cost)
+        builder = PlanBuilder(plan, limits, limits.token_budget - promotion_cost)
         self._plan_decoding(builder)
         self._admit_short_prompts(builder)
         self._plan_prompts(builder)
         if self.speculation is not None:
             self.speculation.choose_draft_extend(plan, self.live)
-        self.reports.not_tried(shape, builder.closed_because)
-        forms_batches = self.shaper.batches.form_batch is not None
+        self.reports.not_tried(limits, builder.closed_because)
+        forms_batches = self.limiter.batches.form_batch is not None
         has_room = self.queues.free_slots and not builder.closed_because
         self.saturated = bool(self.waiting) and (forms_batches or not has_room)
-        self.shaper.after_plan(plan, shape)
+        self.limiter.after_plan(plan, limits)
         self.prefix.demote(plan)
-        self.counters.paused += len(shape.paused)
+        self.counters.paused += len(limits.paused)
         self.counters.copies += len(plan.copies)
         return plan
 
@@ -315,7 +320,7 @@ class Scheduler:
         committed."""
         plan = builder.plan
         items = plan.items
-        skip = builder.shape.skip_decode
+        skip = builder.limits.not_decoding
         block_size = self.pool.block_size
         ref_counts = self.pool.ref_counts
         max_positions = self.max_kv_positions
@@ -324,7 +329,7 @@ class Scheduler:
         drafts = self._begin_drafts(builder)
         waits_to_draft = drafts is not None and drafts.waits_for_tokens
         num_drafts = 0
-        # A preemption below removes sequences behind this one, which the loop then does not reach.
+        # A preemption in this loop removes later entries of `decoding`, so iteration stays valid.
         for next_index, seq in enumerate(decoding, start=1):
             position = seq.planned
             # The steps in flight may already reach the limit.
@@ -368,7 +373,7 @@ class Scheduler:
             return None
         if self.prefilling or (self.waiting and self.queues.free_slots):
             return None
-        return self.speculation.begin_step(len(self.decoding), self.shaper.token_cap.limit)
+        return self.speculation.begin_step(len(self.decoding), self.limiter.token_cap.limit)
 
     def _plan_drafts(self, seq: Sequence, drafts: StepDrafts, plan: Plan) -> int:
         """Choose the drafts that the step verifies after a sequence's next token, and reserve
@@ -411,10 +416,10 @@ class Scheduler:
         return True
 
     def _admit_short_prompts(self, builder: PlanBuilder) -> None:
-        """Admit short prompts before long ones that are being computed, if they fit whole into a
-        share of the step and the long ones do not need the memory."""
-        shape = builder.shape
-        share = min(int(builder.tokens_left * shape.short_prompt_share), builder.tokens_left - 1)
+        """Admit waiting short prompts before continuing long ones. A short prompt must fit
+        completely into the share, and enough blocks must remain for the long prompts."""
+        fraction = builder.limits.short_prompt_share
+        share = min(int(builder.tokens_left * fraction), builder.tokens_left - 1)
         if not self.waiting or share < 1:
             return
         unplanned = [len(seq.tokens) - seq.planned for seq in self.prefilling]
@@ -443,7 +448,7 @@ class Scheduler:
             if seq.status is Status.WAITING:
                 if not builder.closed_because and self.queues.free_slots:
                     self._try_admit(seq, builder.tokens_left, builder, awaited)
-            elif seq.id not in builder.shape.paused and not self._plan_chunk(seq, builder):
+            elif seq.id not in builder.limits.paused and not self._plan_chunk(seq, builder):
                 break
 
     def _admissible(self, builder: PlanBuilder) -> Iterator[Sequence]:
@@ -451,7 +456,7 @@ class Scheduler:
         for seq in list(self.waiting) if self.queues.free_slots else ():
             if builder.closed_because or not self.queues.free_slots:
                 return
-            if seq.rank >= builder.shape.admit_before:
+            if seq.rank >= builder.limits.first_rank_not_admitted:
                 return
             yield seq
 
@@ -461,33 +466,24 @@ class Scheduler:
         Returns False if the prompt must wait; the caller then plans no later prompt. It waits if no
         prefilling sequence with a later rank can give blocks or, without chunked prefill, if the
         whole prompt does not fit into this step."""
-        num_remaining = tokens_to_prefill(seq, seq.planned)
-        if num_remaining <= 0:
-            return True
-        num_tokens = self._chunk_size(num_remaining, builder.tokens_left, builder)
-        if num_tokens == 0:
+        cost = self.chunk_costs.of_next_chunk(seq, builder.tokens_left, not builder.plan.items)
+        if cost.lacks_tokens:
             builder.closed_because = builder.closed_because or reasons.BEHIND_ANOTHER
             return False
-        while not self._reserve(seq, num_tokens, builder.plan):
+        if not cost.tokens:
+            return True
+        while not self._reserve(seq, cost.tokens, builder.plan):
             candidates = self.prefilling[self.prefilling.index(seq) + 1 :]
             if not candidates:
                 builder.closed_because = builder.closed_because or reasons.BEHIND_ANOTHER
-                self.reports.lacks_blocks(seq, num_tokens)
+                self.reports.lacks_blocks(seq, cost.blocks)
                 return False
             victim = self.policy.victim(candidates)
             self._preempt(victim, reasons.NO_BLOCK_AVAILABLE, beneficiary=seq)
             builder.closed_because = reasons.AFTER_PREEMPTION
-        self._schedule_chunk(seq, num_tokens, builder.plan)
-        builder.tokens_left -= num_tokens
+        self._schedule_chunk(seq, cost.tokens, builder.plan)
+        builder.tokens_left -= cost.tokens
         return True
-
-    def _chunk_size(self, num_remaining: int, token_budget: int, builder: PlanBuilder) -> int:
-        """Return how many of the remaining tokens of a prompt this step computes. Without chunked
-        prefill, a prompt waits for a step that has room for all of it. Only a step with nothing
-        else computes a part, because a longer prompt would otherwise wait for ever."""
-        if num_remaining <= token_budget or self.schedule.chunked_prefill or not builder.plan.items:
-            return min(num_remaining, token_budget)
-        return 0
 
     def _reserve(self, seq: Sequence, num_tokens: int, plan: Plan) -> bool:
         """Reserve blocks for the next positions, dropping one if the sequence's bounded KV is full.
@@ -536,7 +532,7 @@ class Scheduler:
         need not wait, unless they begin with the same prefix. `awaited` collects the prefixes that
         skipped sequences wait for, in the format of begins_with(). Calling match() for every later
         sequence instead would be too slow."""
-        if not self.shaper.may_admit(seq):
+        if not self.limiter.may_admit(seq):
             self.reports.not_ready(seq)
             return
         if self.prefix.begins_with(seq, awaited):
@@ -563,22 +559,20 @@ class Scheduler:
         """Give a sequence a slot, its cached blocks, blocks to load into and blocks for its first
         chunk. If there are too few blocks or tokens, the plan admits no further sequence."""
         plan = builder.plan
-        num_cached = len(match.blocks) * self.pool.block_size
-        num_remaining = tokens_to_prefill(seq, num_cached)
-        num_tokens = self._chunk_size(num_remaining, token_budget, builder)
-        # The last token that a sequence may grow to is sampled and never computed.
-        num_positions = seq.position_limit - 1 - num_cached if self.cache.contiguous else num_tokens
-        lacks_tokens = num_remaining > 0 and num_tokens == 0
-        needed_blocks = blocks_to_admit(self.pool, match.blocks, num_positions)
-        if lacks_tokens or needed_blocks > len(self.pool.free_blocks):
+        cost = self.chunk_costs.of_admission(seq, match, token_budget, not plan.items)
+        lacks_blocks = cost.blocks > len(self.pool.free_blocks)
+        if cost.lacks_tokens or lacks_blocks:
             builder.closed_because = reasons.BEHIND_ANOTHER
-            reason = reasons.NO_ROOM_FOR_PROMPT if lacks_tokens else reasons.NOT_ENOUGH_BLOCKS
-            self.reports.not_admitted(seq, reason, 0 if lacks_tokens else needed_blocks)
+            if cost.lacks_tokens:
+                self.reports.not_admitted(seq, reasons.NO_ROOM_FOR_PROMPT)
+            else:
+                self.reports.not_admitted(seq, reasons.NOT_ENOUGH_BLOCKS, cost.blocks)
             return
         self.queues.start_prefill(seq)
         self.reports.admitted(seq, match)
         self.prefix.attach(seq, match, plan)
-        grow_table(self.pool, seq, -(-(num_cached + num_positions) // self.pool.block_size))
+        grow_table(self.pool, seq, cost.table_length)
+        num_cached = len(match.blocks) * self.pool.block_size
         if seq.preemptions == 0 and not seq.inherited_tokens:
             seq.cached_tokens = num_cached
             self.counters.queried_tokens += len(seq.tokens)
@@ -586,9 +580,9 @@ class Scheduler:
         else:
             self.counters.recomputed_tokens += max(seq.preempted_positions - num_cached, 0)
         plan.slot_fills.append(fill_slot(seq))
-        if num_tokens > 0:
-            self._schedule_chunk(seq, num_tokens, plan)
-        builder.tokens_left -= max(num_tokens, 1)
+        if cost.tokens > 0:
+            self._schedule_chunk(seq, cost.tokens, plan)
+        builder.tokens_left -= max(cost.tokens, 1)
 
     # ---- commit ----------------------------------------------------------------------------------
 
@@ -755,8 +749,8 @@ class Scheduler:
         self.reports.released(seq, released)
 
     def _preempt(self, seq: Sequence, reason: str, beneficiary: Sequence | None = None) -> None:
-        """Put a running sequence back into the queue. Its full blocks stay in the prefix cache
-        until their memory is needed."""
+        """Put a running sequence back into the queue. Its published blocks stay in the prefix
+        cache until their memory is needed."""
         self.reports.preempted(seq, reason, beneficiary)
         seq.preempted_positions = seq.planned - seq.drafts_in_flight
         seq.disk_wait = DiskWait.NOT_STARTED

@@ -13,8 +13,8 @@ from __future__ import annotations
 from octavo.core import reasons
 from octavo.core.prefix import Match, PrefixCache
 from octavo.core.queues import Queues
-from octavo.core.step_shape import StepShape, StepShaper
-from octavo.core.tables import blocks_to_grow
+from octavo.core.step_limiter import StepLimiter
+from octavo.core.step_limits import StepLimits
 from octavo.events import (
     Admitted,
     Arrived,
@@ -32,11 +32,11 @@ from octavo.types import Request, Sequence
 
 
 class SchedulerReports:
-    def __init__(self, events: EventLog, queues: Queues, prefix: PrefixCache, shaper: StepShaper):
+    def __init__(self, events: EventLog, queues: Queues, prefix: PrefixCache, limiter: StepLimiter):
         self.events = events
         self.queues = queues
         self.prefix = prefix
-        self.shaper = shaper
+        self.limiter = limiter
         self.not_admitted_ids: set[int] = set()  # sequences with a NotAdmitted event in this plan
 
     # ---- requests --------------------------------------------------------------------------------
@@ -70,15 +70,15 @@ class SchedulerReports:
 
     # ---- plans -----------------------------------------------------------------------------------
 
-    def begin_plan(self, shape: StepShape) -> None:
+    def begin_plan(self, limits: StepLimits) -> None:
         """Report the running sequences that the step leaves out for an urgent prompt."""
         self.not_admitted_ids.clear()
-        if not shape.skip_decode or NotPlanned not in self.events.listeners:
+        if not limits.not_decoding or NotPlanned not in self.events.listeners:
             return
         for seq in self.queues.running:
-            if seq.id in shape.paused:
+            if seq.id in limits.paused:
                 self.events.emit(NotPlanned(seq, reasons.PAUSED, needed_blocks=0))
-            elif seq.id in shape.skip_decode:
+            elif seq.id in limits.not_decoding:
                 self.events.emit(NotPlanned(seq, reasons.SKIPS_STEP, needed_blocks=0))
 
     def not_admitted(self, seq: Sequence, reason: str, needed_blocks: int = 0) -> None:
@@ -92,13 +92,13 @@ class SchedulerReports:
         """Report a sequence that must wait although there may be room for it."""
         if self.prefix.waits_for_disk(seq):
             reason = reasons.DISK_READ
-        elif self.shaper.batches.may_admit(seq):
+        elif self.limiter.batches.may_admit(seq):
             reason = reasons.OTHER_BEAMS
         else:
             reason = reasons.BATCH_FORMING
         self.not_admitted(seq, reason)
 
-    def not_tried(self, shape: StepShape, closed_because: str) -> None:
+    def not_tried(self, limits: StepLimits, closed_because: str) -> None:
         """Report the first sequence that this plan did not try to admit, and the reason.
         `closed_because`: why the plan admitted no further sequence; empty if it might have."""
         if NotAdmitted not in self.events.listeners:
@@ -111,16 +111,15 @@ class SchedulerReports:
             reason = reasons.NO_FREE_SLOT
         elif closed_because:
             reason = closed_because
-        elif seq.rank >= shape.admit_before:
+        elif seq.rank >= limits.first_rank_not_admitted:
             reason = reasons.AFTER_URGENT
         else:
             reason = reasons.NO_TOKENS_LEFT
         self.not_admitted(seq, reason)
 
-    def lacks_blocks(self, seq: Sequence, num_tokens: int) -> None:
+    def lacks_blocks(self, seq: Sequence, needed_blocks: int) -> None:
         """Report a prompt whose next chunk has to wait for blocks."""
         if NotPlanned in self.events.listeners:
-            needed_blocks = blocks_to_grow(self.prefix.pool, seq, num_tokens)
             self.events.emit(NotPlanned(seq, reasons.CHUNK_LACKS_BLOCKS, needed_blocks))
 
     def admitted(self, seq: Sequence, match: Match) -> None:

@@ -9,9 +9,9 @@ bandwidth is the limit, a few more tokens per sequence cost little.
     kept                          fox  jumps  onto             up to the first that differs
 
 The model samples at every position with its own parameters and its own noise, which depends on seed
-and position alone. A kept token is therefore the token that decoding without drafts would have
-given: drafts change the speed and nothing else. The sequence does not advance over rejected drafts,
-and the next step computes their positions again.
+and position alone. A kept token is therefore, up to rounding, the token that decoding without
+drafts would have given: drafts change the speed and nothing else. The sequence does not advance
+over rejected drafts, and the next step computes their positions again.
 
     plan     a decoding sequence gets 1 + k positions; `planned` counts all of them
     commit   `computed` advances by the tokens kept, and `planned` and the block table shrink
@@ -52,7 +52,7 @@ MIN_EXTENDED_REPLY = 32
 MAX_UNDRAFTED_EXTENDS = 8
 MIN_EXTEND_GAIN = 1.2  # the expected speed-up by drafts below which steps have no draft extend
 MIN_GAIN = 1.05  # the expected speed-up of a step below which the device does not draft in it
-MAX_GROWTH = 2.0  # a longer time than this multiple of the mean counts as this multiple
+MAX_GROWTH = 2.0  # measured times are capped at this multiple of the mean
 MAX_DRAFTED_STEPS = 32  # after this many steps with drafts in a row, one without drafts is measured
 
 
@@ -209,10 +209,9 @@ class StepDrafts:
         self.max_rows = max_rows
         self.expected_tokens = float(num_decoding)  # how many tokens the step should give
         self.passes = NO_PASSES  # passes of the device's drafter
-        # For the sequence of the last propose(): expected_tokens with 0, 1, 2... of its drafts, and
-        # whether the device makes them.
+        # expected_tokens with 0, 1, 2... drafts of the sequence of the last propose()
         self._expected_by_count: list[float] = []
-        self._on_device = False
+        self._on_device = False  # whether the device makes these drafts
         # The gain by drafts is known only if a step without drafts was measured recently.
         self._must_measure = self._lacks_baseline(num_decoding)
 

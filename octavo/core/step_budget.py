@@ -4,8 +4,9 @@
     LatencyTarget   as many as keep the time between tokens below a target (batching "adaptive")
     Piggyback       offline prompts are spread over the steps in which they cost least
 
-The scheduler chooses one of them at its start. StepTimes measures the times of steps of different
-sizes, for the latency target and for urgent requests (urgent_preemption.py).
+StepLimiter chooses one of them at its start; live_settings.py may limit it further. StepTimes
+measures the times of steps of different sizes, for the latency target and for urgent requests
+(urgent_preemption.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Allowance(NamedTuple):
     """The number of prompt tokens that the next step may compute."""
 
     tokens: int
-    delayed: bool = False  # offline prompts are held back, so short prompts have no precedence
+    delayed: bool = False  # True: offline prompts are delayed, and short prompts get no share
 
 
 class PromptBudget(Protocol):
@@ -48,8 +49,8 @@ class StepTimes:
         seconds          5    5    5    5    5    5   6.5   6.5     8    medians of recent steps
                                                   ^ the largest size within 6 seconds
 
-    There is no formula, because steps of several sizes cost the same (on a GPU, those that replay
-    one graph) and the next size costs a jump more. A size that was not measured recently is tried
+    There is no formula, because the time is constant over a range of sizes and then jumps (on a
+    GPU, steps of several sizes replay one graph). A size that was not measured recently is tried
     if the line through the measured sizes says that it will fit, and never more than one size above
     the largest measured one. A wrong guess costs a few steps and is then corrected.
     """
@@ -58,7 +59,7 @@ class StepTimes:
     # Measurements per size. Their median counts, so that one slow step and old times do not matter.
     SAMPLES = 5
     MAX_AGE = 100  # steps with prompts after which a size must be measured again
-    # An urgent prompt may wait for a step that takes this fraction of the urgent prompt's own time.
+    # An urgent prompt may wait for a step that takes this fraction of the time of its own step.
     URGENT_SHARE = 0.5
     # Background steps may always take this much longer than a step with few prompt tokens: shorter
     # steps would cost the background more than the urgent prompt gains.
@@ -114,8 +115,9 @@ class StepTimes:
     def background_chunk(self, limit: int, depth: int) -> int:
         """Return the prompt tokens of a step that an urgent request may have to wait for.
 
-        With `depth` steps in flight, all of them together may take half of what an urgent prompt
-        takes, or each a little more than the shortest steps."""
+        With `depth` steps in flight, all of them together may take half as long as a step with one
+        chunk of an urgent prompt, or each a little longer than a step that decodes or has the
+        fewest prompt tokens."""
         if not self.urgent_samples:
             return min(self.DEFAULT_BACKGROUND_TOKENS // depth, limit)
         shortest = max(median(self.decode_samples), self.medians[0])
@@ -190,6 +192,6 @@ def tokens_due(decoding: list[Sequence], prompts: list[Sequence]) -> int:
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the median, the upper one of an even number of values, and 0 of none."""
+    """Return the median: the upper middle value for an even count, 0 for no values."""
     ordered = sorted(values)
     return ordered[len(ordered) // 2] if ordered else 0.0

@@ -18,8 +18,7 @@ from octavo.core.bounded_kv import drop_block_tokens, pick_block
 from octavo.events import BlockCopied, BlockDropped, BlocksAllocated
 from octavo.types import Plan, Sequence
 
-# `published_blocks` of a sequence whose KV no longer belongs to a contiguous text: the scheduler
-# publishes only the blocks after the first `published_blocks`, so it finds none.
+# Value of `published_blocks` that stops publishing: the KV no longer belongs to a contiguous text.
 NEVER_PUBLISH = sys.maxsize
 
 
@@ -28,16 +27,6 @@ def tokens_to_prefill(seq: Sequence, start: int) -> int:
 
     The last token of a prompt that is about to be forked does not count: each child computes it."""
     return len(seq.tokens) - (seq.pending_forks > 0) - start
-
-
-def blocks_to_admit(pool: BlockPool, matched: list[int], num_tokens: int) -> int:
-    """Return how many blocks an admission takes off the free list.
-
-    The sequence starts with the `matched` blocks and computes `num_tokens` more. A matched block
-    that some table holds takes none. A 0 in `matched` stands for a block that is loaded from a
-    lower tier: it takes a new block."""
-    total = -(-(len(matched) * pool.block_size + num_tokens) // pool.block_size)
-    return total - sum(pool.ref_counts[block] > 0 for block in matched if block)
 
 
 def shared_blocks(pool: BlockPool, seq: Sequence, num_blocks: int) -> list[int]:

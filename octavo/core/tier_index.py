@@ -8,8 +8,8 @@ is in exactly one state:
     ready     its content can be found. The least recently used one is evicted, unless a step in
               flight reads it (a pin)
 
-    device block --evicted---> host block --(later)------> disk         stores, saves
-    device block <--admission-- host block <--requested--- disk         loads, fetches
+    device block ---stores---> host block ---saves----> disk
+    device block <--loads----- host block <--fetches--- disk
 
 A store counts once its step is committed, so a failed step leaves nothing behind. The blocks of a
 sequence are fetched from disk at most once between two preemptions. The sequence waits while this

@@ -251,12 +251,12 @@ def test_a_step_too_large_for_the_device_is_computed_in_smaller_ones(depth: int)
         for k in range(r.params.width)
     }
     count = engine.scheduler.counters
-    assert 0 < count.oom_steps < 10 and engine.scheduler.shaper.token_cap.limit <= 12
+    assert 0 < count.oom_steps < 10 and engine.scheduler.limiter.token_cap.limit <= 12
     engine.runner.memory = 1000  # type: ignore[attr-defined]
     for i in range(80):
         engine.add(request(f"later{i}", 3, max_tokens=40))
     drain(engine, 10_000)
-    assert engine.scheduler.shaper.token_cap.limit == 40
+    assert engine.scheduler.limiter.token_cap.limit == 40
 
 
 def test_a_request_too_large_alone_is_retried_once_and_then_ends() -> None:

@@ -252,7 +252,7 @@ def test_offline_prompts_piggyback_only_under_fcfs_and_continuous_batching(
     options: dict[str, Any],
 ) -> None:
     engine = make_engine(200, 4, slots=16, budget=64, depth=1, **{"piggyback_tokens": 8, **options})
-    assert not isinstance(engine.scheduler.shaper.prompt_budget, Piggyback)
+    assert not isinstance(engine.scheduler.limiter.prompt_budget, Piggyback)
 
 
 def test_offline_requests_that_arrive_together_start_with_the_longest_reply() -> None:

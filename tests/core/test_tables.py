@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from array import array
 
-from octavo.config import CacheConfig
+from octavo.config import CacheConfig, ScheduleConfig
 from octavo.core.blocks import BlockPool, FullBlock, chain_hash
+from octavo.core.chunk_costs import ChunkCosts
+from octavo.core.prefix import Match
 from octavo.core.tables import (
     NEVER_PUBLISH,
-    blocks_to_admit,
     blocks_to_grow,
     drop_block,
     reserve,
@@ -71,10 +72,24 @@ def test_blocks_that_an_admission_needs() -> None:
     cached = pool.allocate()
     pool.publish(FullBlock(cached, b"h", array("i", [1] * SIZE), b""))
     pool.release(cached)
-    assert blocks_to_admit(pool, [], 5) == 2
-    assert blocks_to_admit(pool, [held], 5) == 2, "a block that others hold is not allocated"
-    assert blocks_to_admit(pool, [held, cached], 5) == 3, "a cached block leaves the free list"
-    assert blocks_to_admit(pool, [held, cached, 0], 5) == 4, "0 stands for a block to load into"
+
+    def blocks_to_admit(matched: list[int], **options: bool) -> int:
+        """The sequence computes five tokens after its match."""
+        cache = CacheConfig(SIZE, 6, contiguous=options.get("contiguous", False))
+        costs = ChunkCosts(cache, ScheduleConfig(chunked_prefill=False), pool)
+        prompt_len = SIZE * len(matched) + 5
+        seq = sequence(BlockPool(9, SIZE), prompt_len, 4)
+        cost = costs.of_admission(seq, Match(matched, []), 5, step_is_empty=False)
+        assert cost.tokens == 5 and not cost.lacks_tokens
+        assert costs.of_admission(seq, Match(matched, []), 4, step_is_empty=False).lacks_tokens
+        assert costs.of_admission(seq, Match(matched, []), 4, step_is_empty=True).tokens == 4
+        return cost.blocks
+
+    assert blocks_to_admit([]) == 2
+    assert blocks_to_admit([held]) == 2, "a block that others hold is not allocated"
+    assert blocks_to_admit([held, cached]) == 3, "a cached block leaves the free list"
+    assert blocks_to_admit([held, cached, 0]) == 4, "0 stands for a block to load into"
+    assert blocks_to_admit([], contiguous=True) == 25, "99 positions"
 
 
 def test_forks_stop_one_token_short() -> None:
