@@ -9,7 +9,7 @@ not built:
     if Preempted in events.listeners:
         events.emit(Preempted(seq, reason, beneficiary))
 
-Every event has a `number`, which counts the events of the log, and the `step` that was planned last
+Every event has a `number`, which counts the events of the bus, and the `step` that was planned last
 when it happened. Listeners are called at once, in the engine's thread, in the order of the numbers.
 They must not change what they are given.
 """
@@ -81,7 +81,7 @@ class NotAdmitted(NamedTuple):
 
     seq: Sequence
     reason: str
-    needed_blocks: int  # free blocks that its admission takes; 0: the plan has not counted them
+    needed_blocks: int  # blocks that its admission takes from the pool; 0: they were not counted
     waits_for: int  # Sequence.id of the sequence that computes its prefix; 0: none
     number: int = 0
     step: int = 0
@@ -193,7 +193,7 @@ class BlocksShared(NamedTuple):
 
 
 class BlocksAllocated(NamedTuple):
-    """Blocks were taken off the free list."""
+    """Blocks were taken from the pool: free ones, or cached ones whose contents were evicted."""
 
     seq: Sequence | None  # None: a content that comes from disk, or a withheld block
     first: int  # place of the first one in the block table; 0 without a sequence
@@ -372,7 +372,7 @@ Event = (
 Listener = Callable[[Event], None]
 
 
-class EventLog:
+class EventBus:
     """Numbers events and passes them to listeners. It keeps none of them."""
 
     def __init__(self) -> None:

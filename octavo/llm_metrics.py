@@ -111,7 +111,7 @@ def scheduler_metrics(engine: Engine) -> list[Metric]:
     scheduler = engine.scheduler
     counters = scheduler.counters
     pool = scheduler.pool
-    used = pool.num_blocks - len(pool.free_blocks)
+    used = pool.num_blocks - pool.num_available
     return [
         Gauge("vllm:num_requests_running", {}, len(scheduler.running)),
         Gauge("vllm:num_requests_waiting", {}, len(scheduler.waiting)),

@@ -114,7 +114,7 @@ class Sequence:
     prompt_len: int  # length of the request's prompt; bounded KV may have dropped part of it
     # The sequence ends when len(tokens) reaches this limit. When bounded KV drops a block, the
     # block's tokens leave `tokens`, and the limit is lowered by their number.
-    position_limit: int
+    token_limit: int
     seed: int
     stop_ids: frozenset[int]  # committing one of these tokens ends the sequence
     status: Status = Status.WAITING
@@ -132,7 +132,8 @@ class Sequence:
     # Positions whose KV is committed. Blocks found at admission count from then on, although the
     # first step may have to load them.
     computed: int = 0
-    planned: int = 0  # `computed` after every step in flight, if all drafts are accepted
+    # `computed` after every step in flight, if all drafts are accepted: vLLM's num_computed_tokens.
+    planned: int = 0
     steps_in_flight: int = 0  # planned steps with this sequence that are not committed yet
     epoch: int = 0  # raised when the sequence is preempted or ends: older results are dropped
 

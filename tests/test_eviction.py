@@ -99,7 +99,7 @@ def test_neither_depth_nor_other_requests_change_the_tokens() -> None:
         assert tokens_of(llm, prompts, params) == alone
         llm.engine.scheduler.check()
         assert llm.engine.scheduler.counters.dropped_blocks > 90
-        assert len(llm.engine.scheduler.pool.free_blocks) == 60
+        assert len(llm.engine.scheduler.pool.available_blocks) == 60
 
 
 def test_a_prompt_that_others_share_stays_in_the_prefix_cache_as_it_was() -> None:
@@ -204,4 +204,4 @@ def test_heavy_hitters_give_the_same_tokens_at_every_depth(architecture: str) ->
     assert alone[0] != tokens_of(make(architecture), prompts, params)[0], (
         "the tokens differ from those of dropping the oldest block"
     )
-    assert len(llm.engine.scheduler.pool.free_blocks) == 60
+    assert llm.engine.scheduler.pool.num_available == 60

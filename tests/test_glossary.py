@@ -57,6 +57,7 @@ RETIRED_WORDS = {
     "sat": "paused",
     "seal": "checksum",
     "seals": "checksums",
+    "shaper": "limiter",
     "somebody": "the noun that is meant",
     "spoilt": "corrupt",
     "startable": "admissible",
@@ -88,7 +89,7 @@ RETIRED_CUDA_WORDS = {
 # Module names that said too little, or meant something else than in the field.
 RETIRED_MODULES = {
     "beat", "families", "few", "groups", "intake", "kept", "lag", "link", "links", "news", "pages",
-    "partner", "patience", "pulse", "ride", "seals", "shares", "suspects", "team", "thinking",
+    "partner", "patience", "pulse", "ride", "seals", "shares", "step_shape", "suspects", "team", "thinking",
     "urgency", "wire",
 }  # fmt: skip
 

@@ -333,7 +333,7 @@ def test_auto_gives_the_tokens_of_no_drafts() -> None:
 
 def test_steps_have_a_draft_extend_only_if_drafts_may_pay() -> None:
     config = SpeculativeConfig("device", num_tokens=2)
-    sequences = {0: SimpleNamespace(drafter_has_kv=True, position_limit=500, tokens=[0] * 20)}
+    sequences = {0: SimpleNamespace(drafter_has_kv=True, token_limit=500, tokens=[0] * 20)}
 
     def extends(*tokens: int, start: int | None = 0, drafts: int = 0) -> bool:
         items = [
@@ -350,9 +350,9 @@ def test_steps_have_a_draft_extend_only_if_drafts_may_pay() -> None:
         speculation.costs.record(rows, seconds)
     speculation.costs.record(2, 1.15, Passes(1, 1))
     assert extends(100) and not extends(300), "a long prompt"
-    sequences[0].position_limit = 30
+    sequences[0].token_limit = 30
     assert not extends(100), "a short reply"
-    sequences[0].position_limit = 500
+    sequences[0].token_limit = 500
     assert extends(1, start=None)
     assert not extends(*[1] * 8, start=None), "many sequences"
     assert all(extends(1, start=None) for _ in range(MAX_UNDRAFTED_EXTENDS))
@@ -432,7 +432,7 @@ def test_a_step_without_drafts_is_measured_again_from_time_to_time() -> None:
         count = step_drafts.propose(sequence, room=8)[1]  # type: ignore[arg-type]
         item = Item(0, 0, 0, None, 1 + count, True, 99, num_drafts=count)
         plan = Plan(step, items=[item], num_drafts=count)
-        speculation.learn(StepLanded(plan=plan, result=StepResult([[0]]), seconds=1.0))
+        speculation.observe_step(StepLanded(plan=plan, result=StepResult([[0]]), seconds=1.0))
         counts.append(count)
     assert counts == [*[2] * MAX_DRAFTED_STEPS, 0] * 2 + [2]
 

@@ -387,7 +387,7 @@ def trial(
             assert epochs.get(seq.id, seq.epoch) == seq.epoch, (
                 "a victim was admitted again by the plan that preempted it"
             )
-        if scheduler.limiter.batches.form_batch is not None:
+        if scheduler.limiter.batches.choose_size is not None:
             started = {
                 seq.request.id
                 for seq in scheduler.live.values()

@@ -88,7 +88,7 @@ def generate(
     segment_start = time.perf_counter()
     while not llm.engine.idle:
         generated += sum(len(output.tokens) for output in llm.engine.step())
-        peak_blocks = max(peak_blocks, pool.num_blocks - len(pool.free_blocks))
+        peak_blocks = max(peak_blocks, pool.num_blocks - pool.num_available)
         if generated - reported >= segment_tokens or (llm.engine.idle and generated > reported):
             now = time.perf_counter()
             segments.append(

@@ -252,7 +252,7 @@ class OptionsBench:
         used_blocks = []
 
         def sample(event: Event) -> None:
-            used_blocks.append(scheduler.pool.num_blocks - len(scheduler.pool.free_blocks))
+            used_blocks.append(scheduler.pool.num_blocks - scheduler.pool.num_available)
 
         llm.engine.events.subscribe(sample, StepLanded)
         try:

@@ -31,7 +31,7 @@ from octavo.bench.interleave import spread
 from octavo.core.blocks import chain_hash
 from octavo.core.offload_costs import OffloadCosts
 from octavo.errors import OctavoError
-from octavo.events import Event, EventLog, StepLanded, StepPlanned
+from octavo.events import Event, EventBus, StepLanded, StepPlanned
 from octavo.llm import LLM
 from octavo.ops.huge_pages import allocate_huge
 from octavo.params import SamplingParams
@@ -66,7 +66,7 @@ class FirstTokenParts(NamedTuple):
 class FirstTokenTimer:
     """Measures the parts of the time to a first token. It listens to the steps of the engine."""
 
-    def __init__(self, events: EventLog):
+    def __init__(self, events: EventBus):
         self.load_seconds = 0.0  # sum over all prompts
         self.loaded_blocks = 0
         self.begin()

@@ -107,9 +107,9 @@ class LocalBackend:
 
     def memory(self) -> str:
         pool = self.llm.engine.scheduler.pool
-        used_blocks = pool.num_blocks - len(pool.free_blocks)
+        used_blocks = pool.num_blocks - pool.num_available
         cached_blocks = pool.num_cached
-        free_blocks = len(pool.free_blocks) - cached_blocks
+        free_blocks = pool.num_available - cached_blocks
         block_size = self.llm.cache.block_size
         return (
             f"{used_blocks:,} used, {cached_blocks:,} cached, {free_blocks:,} free, of "

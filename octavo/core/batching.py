@@ -22,7 +22,7 @@ from octavo.params import check_integer, check_real
 from octavo.types import Sequence
 
 # (waiting sequences, now) -> how many of the first ones make the next batch; 0: wait for more
-FormBatch = Callable[[list[Sequence], float], int]
+ChooseSize = Callable[[list[Sequence], float], int]
 MODES = ("continuous", "adaptive", "window", "static", "none")
 # The modes that use each option.
 MODES_OF_OPTION = {
@@ -39,7 +39,7 @@ def form_single(waiting: list[Sequence], now: float) -> int:
     return 1
 
 
-def form_collected(size: int, seconds: float) -> FormBatch:
+def form_collected(size: int, seconds: float) -> ChooseSize:
     """A batch forms when `size` requests wait, or when the first has waited for `seconds`."""
 
     def form(waiting: list[Sequence], now: float) -> int:
@@ -54,7 +54,7 @@ def form_collected(size: int, seconds: float) -> FormBatch:
 def check_batching(modes: list[str], max_batch: int, window_ms: float, target_ms: float) -> None:
     """Raise InvalidRequest for invalid options and for options that none of the modes uses."""
     for mode in modes:
-        find_form_batch(ScheduleConfig(batching=mode))
+        find_size_rule(ScheduleConfig(batching=mode))
     check_integer("max_batch", max_batch, 1)
     check_real("window_ms", window_ms, 0, 60_000)
     check_real("target_ms", target_ms, 0, 60_000, open_low=True)
@@ -71,7 +71,7 @@ def check_batching(modes: list[str], max_batch: int, window_ms: float, target_ms
             )
 
 
-def find_form_batch(schedule: ScheduleConfig) -> FormBatch | None:
+def find_size_rule(schedule: ScheduleConfig) -> ChooseSize | None:
     """Return the mode's function. None: the mode forms no batches."""
     if schedule.batching not in MODES:
         raise InvalidRequest(
@@ -89,13 +89,13 @@ class Batches:
 
     def __init__(self, schedule: ScheduleConfig):
         self.schedule = schedule
-        self.form_batch = find_form_batch(schedule)
+        self.choose_size = find_size_rule(schedule)
         self.admissible: set[str] = set()  # requests of the batches that may run
 
     def form_next(self, waiting: list[Sequence], live_requests: Container[str], now: float) -> None:
         """Start the next batch if it is time: alone, or in mode `window` beside other batches that
         leave it enough slots."""
-        assert self.form_batch is not None
+        assert self.choose_size is not None
         running = {request_id for request_id in self.admissible if request_id in live_requests}
         fits_beside = (
             self.schedule.batching == "window"
@@ -103,8 +103,8 @@ class Batches:
         )
         if not running or fits_beside:
             candidates = [seq for seq in waiting if seq.request.id not in running]
-            size = self.form_batch(candidates, now) if candidates else 0
+            size = self.choose_size(candidates, now) if candidates else 0
             self.admissible = running | {seq.request.id for seq in candidates[:size]}
 
     def may_admit(self, seq: Sequence) -> bool:
-        return self.form_batch is None or seq.request.id in self.admissible
+        return self.choose_size is None or seq.request.id in self.admissible

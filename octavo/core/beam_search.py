@@ -44,7 +44,7 @@ class BeamSearch:
         self.root = root  # the sequence that computes the prompt and is later one of the beams
         self.params = root.params
         self.width = root.params.width
-        self.max_length = root.position_limit - root.prompt_len
+        self.max_length = root.token_limit - root.prompt_len
         self.num_candidates = num_candidates(root)
         self.finished: list[Hypothesis] = []  # best first, at most `width`
 

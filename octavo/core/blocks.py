@@ -3,14 +3,14 @@
 It works on blocks and hashes, not on sequences. Every block is in exactly one state:
 
     used     it has references                      ref_counts > 0
-    cached   it has none, and its content is known  ref_counts == 0, hash set   } in free_blocks
+    cached   it has none, and its content is known  ref_counts == 0, hash set   } available
     free     it has none, and nothing to reuse      ref_counts == 0, no hash    }
 
 A block table holds one reference to each of its blocks. A promotion from disk holds one until its
 step has ended, and a withheld block has one (live_settings.py).
 
-allocate() takes blocks from the front of free_blocks: first the free blocks, starting with the one
-that was released last, then the cached blocks, starting with the least recently used one. No
+allocate() takes blocks from the front of available_blocks: first the free blocks, starting with the
+one that was released last, then the cached blocks, starting with the least recently used one. No
 sequence uses block 0: padding in a batch writes to it. Cached blocks may belong to a tenant
 (cache_quota.py).
 """
@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from octavo.core.cache_quota import CacheQuota
-from octavo.events import BlockEvicted, BlockPublished, CacheCleared, EventLog
+from octavo.events import BlockEvicted, BlockPublished, CacheCleared, EventBus
 
 
 def chain_hash(parent: bytes, tokens: array[int]) -> bytes:
@@ -47,17 +47,17 @@ class FullBlock(NamedTuple):
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, block_size: int, events: EventLog | None = None):
+    def __init__(self, num_blocks: int, block_size: int, events: EventBus | None = None):
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.events = events or EventLog()
+        self.events = events or EventBus()
         # The lists below are indexed by block.
         self.ref_counts = [0] * (num_blocks + 1)
         self.hashes: list[bytes | None] = [None] * (num_blocks + 1)
         self.block_tokens: list[array[int] | None] = [None] * (num_blocks + 1)  # compared on a hit
         self.parent_hashes = [b""] * (num_blocks + 1)
         self.tenants = [""] * (num_blocks + 1)  # the publisher's tenant; "": no tenant
-        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        self.available_blocks = OrderedDict[int, None].fromkeys(range(1, num_blocks + 1))
         self.hash_index: dict[bytes, int] = {}
         self.quota = CacheQuota()
         self.evictions = 0  # by allocate(); other contents leave the index by invalidate()
@@ -67,12 +67,16 @@ class BlockPool:
         self.withheld: list[int] = []  # blocks out of use, because live_settings.py set a limit
 
     @property
+    def num_available(self) -> int:
+        return len(self.available_blocks)
+
+    @property
     def num_cached(self) -> int:
         return sum(self.ref_counts[block] == 0 for block in self.hash_index.values())
 
     def allocate(self) -> int:
         """Return a block to write to. If no block is free, a cached block loses its content."""
-        block, _ = self.free_blocks.popitem(last=False)
+        block, _ = self.available_blocks.popitem(last=False)
         if self.tenants[block] and self.hashes[block] is not None:
             block = self._apply_quota(block)
         if self.hashes[block] is not None:
@@ -104,15 +108,15 @@ class BlockPool:
         tenant, evicted = self.quota.pick_evicted(self.tenants[oldest], oldest)
         self.quota.remove(tenant, evicted)
         if evicted != oldest:
-            self.free_blocks[oldest] = None
-            self.free_blocks.move_to_end(oldest, last=False)
-            self.free_blocks.pop(evicted)
+            self.available_blocks[oldest] = None
+            self.available_blocks.move_to_end(oldest, last=False)
+            self.available_blocks.pop(evicted)
         return evicted
 
     def acquire(self, block: int) -> int:
         """Add a reference to a block that is used or cached."""
         if self.ref_counts[block] == 0:
-            del self.free_blocks[block]
+            del self.available_blocks[block]
             if self.tenants[block]:
                 self.quota.remove(self.tenants[block], block)
         self.ref_counts[block] += 1
@@ -122,9 +126,9 @@ class BlockPool:
         """Remove a reference. A block without content is the next to be reused."""
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0:
-            self.free_blocks[block] = None
+            self.available_blocks[block] = None
             if self.hashes[block] is None:
-                self.free_blocks.move_to_end(block, last=False)
+                self.available_blocks.move_to_end(block, last=False)
             elif self.tenants[block]:
                 self.quota.add(self.tenants[block], block)
 
@@ -183,7 +187,7 @@ class BlockPool:
             self.events.emit(CacheCleared())
 
     def check(self, block_tables: Iterable[list[int]]) -> None:
-        """Raise AssertionError unless references, free list and index agree with the tables."""
+        """Raise AssertionError unless references and index agree with the tables."""
         expected = [0] * (self.num_blocks + 1)
         for block_table in [self.withheld, *block_tables]:
             for block in block_table:
@@ -191,7 +195,7 @@ class BlockPool:
         assert expected == self.ref_counts, "reference counts disagree with the block tables"
         assert expected[0] == 0, "the padding block is in a block table"
         unused = {block for block in range(1, self.num_blocks + 1) if not self.ref_counts[block]}
-        assert set(self.free_blocks) == unused, "the free list is wrong"
+        assert set(self.available_blocks) == unused, "available_blocks is wrong"
         assert all(
             self.hashes[block] == content_hash for content_hash, block in self.hash_index.items()
         ), "the index names a block with another content"
@@ -202,7 +206,7 @@ class BlockPool:
             for content_hash, tokens in zip(self.hashes, self.block_tokens, strict=True)
         )
         cached: dict[str, set[int]] = {}
-        for block in self.free_blocks:
+        for block in self.available_blocks:
             if self.hashes[block] is not None and self.tenants[block]:
                 cached.setdefault(self.tenants[block], set()).add(block)
         self.quota.check(cached)

@@ -9,8 +9,8 @@ It works on one sequence, without tensors and without the pool.
 
 A token's position is its place in the cache: tokens behind a dropped block move up by one block.
 
-    text     a b c d | e f g h | i j k l | m        position_limit 20, dropped_tokens 0
-    cache    a b c d | i j k l | m                  position_limit 16, dropped_tokens 4
+    text     a b c d | e f g h | i j k l | m        token_limit 20, dropped_tokens 0
+    cache    a b c d | i j k l | m                  token_limit 16, dropped_tokens 4
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def samples_attention(seq: Sequence, position: int, cache: CacheConfig) -> bool:
     block, if the sequence will outgrow its budget."""
     return (
         position + seq.dropped_tokens >= seq.prompt_len
-        and seq.position_limit > cache.kv_budget
+        and seq.token_limit > cache.kv_budget
         and (position + 1) % max(cache.block_size // SAMPLES_PER_BLOCK, 1) == 0
     )
 
@@ -91,5 +91,5 @@ def drop_block_tokens(seq: Sequence, block: int, block_size: int) -> None:
     seq.dropped_tokens += block_size
     del seq.tokens[start : start + block_size]
     del seq.attention_mass[block : block + 1]
-    seq.position_limit -= block_size
+    seq.token_limit -= block_size
     seq.block_hashes = []

@@ -37,7 +37,7 @@ class ChunkCosts:
         num_remaining = tokens_to_prefill(seq, num_cached)
         num_tokens = self._chunk_size(num_remaining, token_budget, step_is_empty)
         # The last token of a reply is sampled but never computed, so it needs no KV.
-        num_positions = seq.position_limit - 1 if self.contiguous else num_cached + num_tokens
+        num_positions = seq.token_limit - 1 if self.contiguous else num_cached + num_tokens
         table_length = -(-num_positions // self.pool.block_size)
         # A matched block that is in use needs no block from the pool; a cached one does.
         num_in_use = sum(self.pool.ref_counts[block] > 0 for block in match.blocks if block)

@@ -68,7 +68,7 @@ def describe_state(engine: Engine, numbers: StreamNumbers) -> dict[str, Any]:
             (block, content_number(content_hash), content_number(pool.parent_hashes[block]))
             for content_hash, block in pool.hash_index.items()
         ],
-        "free": ranges(pool.free_blocks),
+        "free": ranges(pool.available_blocks),
         "host": [] if tiers is None else describe_host(tiers, content_number),
         "disk": 0 if tiers is None else len(tiers.on_disk),
         "promoted": [] if tiers is None else [p.full_block.block for p in tiers.all_promotions()],
@@ -95,7 +95,7 @@ def describe_sequence(numbers: StreamNumbers, seq: Sequence, state: str) -> dict
         "state": state,
         "prompt": seq.prompt_len,
         "generated": seq.num_generated,
-        "limit": seq.position_limit + seq.dropped_tokens,
+        "limit": seq.token_limit + seq.dropped_tokens,
         "dropped": seq.dropped_tokens,
         "computed": seq.computed,
         "planned": seq.planned,

@@ -282,7 +282,7 @@ class EventStream:
             self.numbers.name(seq),
             request.id,
             seq.prompt_len,
-            seq.position_limit,
+            seq.token_limit,
             request.priority,
             request.tenant,
             None if request.deadline is None else self.numbers.microseconds(request.deadline),

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from octavo.core.beam_search import BeamSearch, Continuation, extend_beam, has_reported
 from octavo.core.blocks import BlockPool
 from octavo.core.queues import Queues
-from octavo.core.slot_fills import fill_slot
+from octavo.core.slot_fills import build_slot_fill
 from octavo.events import PRUNED, SEARCH_OVER, BlocksShared, Forked
 from octavo.types import Output, Plan, Sequence, Status, TokenLogprobs, child_seed
 
@@ -71,7 +71,7 @@ class SequenceGroups:
             index=index,
             tokens=seq.tokens[:],
             prompt_len=seq.prompt_len,
-            position_limit=seq.position_limit,
+            token_limit=seq.token_limit,
             seed=child_seed(seq.seed, index),
             stop_ids=seq.stop_ids,
             rank=(*seq.rank[:4], index),
@@ -117,7 +117,7 @@ class SequenceGroups:
         """Fill the batch slots of forks and beams that have changed since the last plan."""
         for seq in self.stale_slots.values():
             if seq.status is Status.RUNNING:
-                plan.slot_fills.append(fill_slot(seq))
+                plan.slot_fills.append(build_slot_fill(seq))
         self.stale_slots.clear()
 
     # ---- beams -----------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def check_positions(seq: Sequence, block_size: int, depth: int) -> None:
     agree = seq.steps_in_flight or seq.planned == seq.computed
     assert agree, f"{seq.id}: planned differs from computed with no step in flight"
     assert 0 <= seq.steps_in_flight <= depth, f"{seq.id}: {seq.steps_in_flight} steps in flight"
-    assert seq.planned < seq.position_limit, f"{seq.id}: planned beyond its limit"
+    assert seq.planned < seq.token_limit, f"{seq.id}: planned beyond its limit"
     assert 0 <= seq.drafts_in_flight <= seq.planned - seq.computed, f"{seq.id}: drafts are lost"
     if seq.guide is not None or seq.beam is not None:
         decided = seq.planned - seq.drafts_in_flight <= len(seq.tokens)

@@ -79,7 +79,7 @@ def change_chunk(scheduler: Scheduler, tokens: int) -> None:
 
 
 def change_block_limit(scheduler: Scheduler, num_blocks: int) -> None:
-    """Withhold free blocks, or give withheld blocks back to the pool."""
+    """Withhold available blocks, or give withheld blocks back to the pool."""
     pool = scheduler.pool
     needed = max((_most_blocks(scheduler, seq) for seq in scheduler.live.values()), default=1)
     check_integer("block_limit", num_blocks, 1, pool.num_blocks)
@@ -90,7 +90,7 @@ def change_block_limit(scheduler: Scheduler, num_blocks: int) -> None:
             "block_limit",
         )
     to_withhold = pool.num_blocks - num_blocks - len(pool.withheld)
-    newly_withheld = [pool.allocate() for _ in range(min(to_withhold, len(pool.free_blocks)))]
+    newly_withheld = [pool.allocate() for _ in range(min(to_withhold, pool.num_available))]
     pool.withheld += newly_withheld
     if newly_withheld and BlocksAllocated in scheduler.events.listeners:
         scheduler.events.emit(BlocksAllocated(None, 0, newly_withheld))
@@ -107,7 +107,7 @@ def change_block_limit(scheduler: Scheduler, num_blocks: int) -> None:
 
 def _most_blocks(scheduler: Scheduler, seq: Sequence) -> int:
     """Return how many blocks a sequence may hold at its end."""
-    positions = min(seq.position_limit - 1, scheduler.max_kv_positions)
+    positions = min(seq.token_limit - 1, scheduler.max_kv_positions)
     return math.ceil(positions / scheduler.pool.block_size)
 
 

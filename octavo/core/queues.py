@@ -60,7 +60,7 @@ class Queues:
             self._batch_arrival = request.arrival
             self._batch_number = arrival_number
         # The negative reply limit: longest first.
-        return self._batch_number, seq.prompt_len - seq.position_limit
+        return self._batch_number, seq.prompt_len - seq.token_limit
 
     def requeue(self, seq: Sequence) -> None:
         """Queue a preempted sequence, or a fork that found no slot.

@@ -40,7 +40,7 @@ def new_sequence(
             "structured_outputs need a compiled guide: compile them first (octavo/text/guide.py)"
         )
     stop_ids = _stop_ids(request, eos_ids)
-    position_limit = _position_limit(request, cache, schedule)
+    token_limit = _token_limit(request, cache, schedule)
     if params.use_beam_search:
         _check_beams(request, cache, len(stop_ids), vocab_size)
     seq = Sequence(
@@ -49,7 +49,7 @@ def new_sequence(
         index=0,
         tokens=array("i", request.prompt),
         prompt_len=len(request.prompt),
-        position_limit=position_limit,
+        token_limit=token_limit,
         seed=params.seed if params.seed is not None else seed,
         stop_ids=stop_ids,
         guide=None if request.guide is None else request.guide.copy(),
@@ -95,7 +95,7 @@ def _stop_ids(request: Request, eos_ids: frozenset[int]) -> frozenset[int]:
     return stop_ids
 
 
-def _position_limit(request: Request, cache: CacheConfig, schedule: ScheduleConfig) -> int:
+def _token_limit(request: Request, cache: CacheConfig, schedule: ScheduleConfig) -> int:
     """Return the number of tokens the sequence may grow to. It must fit the context, the sequence's
     own KV budget and the block pool."""
     length = len(request.prompt)

@@ -31,7 +31,7 @@ def only_appends(seq: Sequence, token: int) -> bool:
     short path makes Scheduler.commit() a tenth faster."""
     return (
         token not in seq.stop_ids
-        and len(seq.tokens) + 1 < seq.position_limit
+        and len(seq.tokens) + 1 < seq.token_limit
         and seq.first_token_at is not None
         and seq.guide is None
         and seq.repetition is None

@@ -53,13 +53,13 @@ from octavo.core.repetition import REPETITION_DETECTED, is_repeating
 from octavo.core.request_checks import new_sequence
 from octavo.core.sampled_tokens import advance_guide, may_stop, only_appends
 from octavo.core.scheduler_reports import SchedulerReports
-from octavo.core.slot_fills import fill_slot
+from octavo.core.slot_fills import build_slot_fill
 from octavo.core.speculation import Speculation, StepDrafts, allowed_drafts, drafts_before_stop
 from octavo.core.step_limiter import StepLimiter, piggybacks
 from octavo.core.step_limits import StepLimits
 from octavo.core.tables import drop_block, grow_table, reserve
 from octavo.errors import GuideError, InvalidRequest, NotANumber
-from octavo.events import EventLog, StepLanded
+from octavo.events import EventBus, StepLanded
 from octavo.types import (
     DiskWait,
     DraftCount,
@@ -111,7 +111,7 @@ class Scheduler:
         self.seed = seed
         self.clock = clock
         self.max_kv_positions = max_kv_positions(cache)
-        self.events = EventLog()
+        self.events = EventBus()
         self.policy = find_policy(schedule.policy)
         self.pool = BlockPool(cache.num_blocks, cache.block_size, self.events)
         self.prefix = PrefixCache(cache, self.pool)
@@ -125,7 +125,7 @@ class Scheduler:
         self.speculation: Speculation | None = None
         if schedule.speculative is not None:
             self.speculation = Speculation(schedule.speculative)
-            self.events.subscribe(self.speculation.learn, StepLanded)
+            self.events.subscribe(self.speculation.observe_step, StepLanded)
         self.arrivals = 0
         self.token_budget = schedule.max_num_batched_tokens  # budget of the latest plan
         # True if waiting sequences lack batch slots or blocks, or wait for a request batch. A
@@ -291,7 +291,7 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.choose_draft_extend(plan, self.live)
         self.reports.not_tried(limits, builder.closed_because)
-        forms_batches = self.limiter.batches.form_batch is not None
+        forms_batches = self.limiter.batches.choose_size is not None
         has_room = self.queues.free_slots and not builder.closed_because
         self.saturated = bool(self.waiting) and (forms_batches or not has_room)
         self.limiter.after_plan(plan, limits)
@@ -333,7 +333,7 @@ class Scheduler:
         for next_index, seq in enumerate(decoding, start=1):
             position = seq.planned
             # The steps in flight may already reach the limit.
-            if position + 1 >= seq.position_limit or (skip and seq.id in skip):
+            if position + 1 >= seq.token_limit or (skip and seq.id in skip):
                 continue
             if position >= len(seq.tokens) and (
                 seq.guide is not None or seq.beam is not None or waits_to_draft
@@ -380,7 +380,7 @@ class Scheduler:
         blocks for them. No sequence is preempted for drafts. Returns the number of drafts."""
         item = len(plan.items)
         # The step computes the next token and the drafts. The last token is never computed.
-        room = seq.position_limit - seq.planned - 2
+        room = seq.token_limit - seq.planned - 2
         if seq.beam is not None or room < 1:
             return 0
         tokens, count = drafts.propose(seq, room)
@@ -428,7 +428,7 @@ class Scheduler:
         num_blocks = sum(-(-num_tokens // self.pool.block_size) for num_tokens in unplanned)
         # A prompt takes at most one block per token that it computes, so the short prompts take at
         # most `share` blocks, besides cached ones that they reuse.
-        if len(self.pool.free_blocks) - num_blocks < share + len(self.decoding):
+        if self.pool.num_available - num_blocks < share + len(self.decoding):
             return
         awaited: dict[int, set[bytes]] = {}
         for seq in self._admissible(builder):
@@ -493,7 +493,7 @@ class Scheduler:
         if not drop_block(self.pool, self.cache, seq, plan):
             return False
         self.counters.dropped_blocks += 1
-        plan.slot_fills.append(fill_slot(seq))
+        plan.slot_fills.append(build_slot_fill(seq))
         return True
 
     def _schedule_chunk(self, seq: Sequence, num_tokens: int, plan: Plan) -> None:
@@ -560,7 +560,7 @@ class Scheduler:
         chunk. If there are too few blocks or tokens, the plan admits no further sequence."""
         plan = builder.plan
         cost = self.chunk_costs.of_admission(seq, match, token_budget, not plan.items)
-        lacks_blocks = cost.blocks > len(self.pool.free_blocks)
+        lacks_blocks = cost.blocks > self.pool.num_available
         if cost.lacks_tokens or lacks_blocks:
             builder.closed_because = reasons.BEHIND_ANOTHER
             if cost.lacks_tokens:
@@ -579,7 +579,7 @@ class Scheduler:
             self.counters.cached_tokens += num_cached
         else:
             self.counters.recomputed_tokens += max(seq.preempted_positions - num_cached, 0)
-        plan.slot_fills.append(fill_slot(seq))
+        plan.slot_fills.append(build_slot_fill(seq))
         if cost.tokens > 0:
             self._schedule_chunk(seq, cost.tokens, plan)
         builder.tokens_left -= max(cost.tokens, 1)
@@ -649,7 +649,7 @@ class Scheduler:
         it reads them. The blocks that accepted drafts fill are published with the next step: their
         tokens are not in `seq.tokens` yet."""
         assert self.speculation is not None
-        self.speculation.observe(seq, num_drafts, num_accepted, by_host)
+        self.speculation.observe_drafts(seq, num_drafts, num_accepted, by_host)
         seq.accepted_drafts += num_accepted
         seq.rejected_drafts += num_drafts - num_accepted
         seq.computed += num_accepted
@@ -682,7 +682,7 @@ class Scheduler:
             all_tokens.append(token)
             if token in seq.stop_ids and may_stop(seq):
                 reason = "stop"
-            elif len(all_tokens) >= seq.position_limit:
+            elif len(all_tokens) >= seq.token_limit:
                 reason = "length"
             elif seq.repetition is not None and is_repeating(seq):
                 repeating = True

@@ -19,7 +19,7 @@ from octavo.events import (
     Admitted,
     Arrived,
     BlocksReleased,
-    EventLog,
+    EventBus,
     Failed,
     Finished,
     KVDiscarded,
@@ -32,7 +32,7 @@ from octavo.types import Request, Sequence
 
 
 class SchedulerReports:
-    def __init__(self, events: EventLog, queues: Queues, prefix: PrefixCache, limiter: StepLimiter):
+    def __init__(self, events: EventBus, queues: Queues, prefix: PrefixCache, limiter: StepLimiter):
         self.events = events
         self.queues = queues
         self.prefix = prefix

@@ -9,7 +9,7 @@ from octavo.core.beam_search import num_candidates
 from octavo.types import Sequence, SlotFill
 
 
-def fill_slot(seq: Sequence) -> SlotFill:
+def build_slot_fill(seq: Sequence) -> SlotFill:
     """Return everything that the device must know about a running sequence."""
     params = seq.params
     num_logprobs = params.logprobs

@@ -22,7 +22,7 @@ from octavo.events import (
     Admitted,
     Arrived,
     Event,
-    EventLog,
+    EventBus,
     Failed,
     Finished,
     Forked,
@@ -87,7 +87,7 @@ class SequenceSpans:
 
     def __init__(
         self,
-        events: EventLog,
+        events: EventBus,
         clock: Callable[[], float],
         on_end: OnEnd,
         follows: Callable[[str], bool] = lambda request_id: True,

@@ -112,7 +112,7 @@ class Speculation:
     def begin_step(self, num_decoding: int, max_rows: int) -> StepDrafts:
         return StepDrafts(self, num_decoding, max_rows)
 
-    def learn(self, event: Event) -> None:
+    def observe_step(self, event: Event) -> None:
         """Record the time of a landed step. The number of drafts depends on these times."""
         assert isinstance(event, StepLanded)
         plan = event.plan
@@ -158,7 +158,7 @@ class Speculation:
             if item.start is None:
                 continue
             num_prompt_tokens += item.num_tokens
-            if seq.position_limit - len(seq.tokens) < MIN_EXTENDED_REPLY:
+            if seq.token_limit - len(seq.tokens) < MIN_EXTENDED_REPLY:
                 return False
         return num_prompt_tokens <= MAX_EXTENDED_PROMPT
 
@@ -178,7 +178,7 @@ class Speculation:
         costs.passes.forget()
         return False
 
-    def observe(
+    def observe_drafts(
         self, seq: Sequence, num_drafts: int, num_accepted: int, by_host: bool = False
     ) -> None:
         """Record how many drafts of a sequence were accepted. `by_host`: the host made them."""

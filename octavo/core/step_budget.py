@@ -181,12 +181,12 @@ class Piggyback:
 def tokens_due(decoding: list[Sequence], prompts: list[Sequence]) -> int:
     """Return how many prompt tokens the next step must compute so that no reply ends after the
     longest one: a prompt whose reply is the longest must start now."""
-    longest = max(seq.position_limit - len(seq.tokens) for seq in [*decoding, *prompts])
+    longest = max(seq.token_limit - len(seq.tokens) for seq in [*decoding, *prompts])
     tokens_before = 0
     due = 0.0
     for seq in prompts:
         tokens_before += len(seq.tokens) - seq.planned
-        steps_left = longest - (seq.position_limit - len(seq.tokens))
+        steps_left = longest - (seq.token_limit - len(seq.tokens))
         due = max(due, tokens_before / max(steps_left, 1))
     return math.ceil(due)
 

@@ -91,7 +91,7 @@ class StepLimiter:
         self, sequences_by_request: dict[str, list[Sequence]], clock: Callable[[], float]
     ) -> None:
         """Let the next batch start, in modes that form batches."""
-        if self.batches.form_batch is not None and self.queues.waiting:
+        if self.batches.choose_size is not None and self.queues.waiting:
             self.batches.form_next(self.queues.waiting, sequences_by_request, clock())
 
     def may_admit(self, seq: Sequence) -> bool:

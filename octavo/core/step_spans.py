@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.core.counters import HostTime
 from octavo.core.spans import rounded
-from octavo.events import Event, EventLog, StepFailed, StepLanded, StepPlanned
+from octavo.events import Event, EventBus, StepFailed, StepLanded, StepPlanned
 from octavo.types import Plan
 
 
@@ -26,7 +26,7 @@ class StepSpans:
 
     def __init__(
         self,
-        events: EventLog,
+        events: EventBus,
         clock: Callable[[], float],
         host_time: HostTime,
         write: Callable[[dict[str, Any]], None],

@@ -51,7 +51,7 @@ def reserve(pool: BlockPool, seq: Sequence, num_tokens: int, plan: Plan) -> bool
     """Give a sequence blocks of its own for its next `num_tokens` positions: shared blocks are
     copied, and new ones appended. If the pool has too few, returns False and changes nothing."""
     table = seq.block_table
-    if blocks_to_grow(pool, seq, num_tokens) > len(pool.free_blocks):
+    if blocks_to_grow(pool, seq, num_tokens) > pool.num_available:
         return False
     num_blocks = -(-(seq.planned + num_tokens) // pool.block_size)
     for index in shared_blocks(pool, seq, num_blocks):  # copy on write
@@ -89,7 +89,7 @@ def drop_block(pool: BlockPool, cache: CacheConfig, seq: Sequence, plan: Plan) -
     dropped = pick_block(seq, cache)
     num_shared = sum(pool.ref_counts[block] > 1 for block in table[dropped + 1 :])
     freed = pool.ref_counts[table[dropped]] == 1
-    if num_shared + 1 > len(pool.free_blocks) + freed:
+    if num_shared + 1 > pool.num_available + freed:
         return False
     dropped_block = table.pop(dropped)
     pool.release(dropped_block)

@@ -14,9 +14,9 @@ is in exactly one state:
 A store counts once its step is committed, so a failed step leaves nothing behind. The blocks of a
 sequence are fetched from disk at most once between two preemptions. The sequence waits while this
 is expected to be faster than computing, and is then admitted with the blocks that have arrived.
-Blocks that arrive are promoted at once to free device blocks: host-to-device copies overlap with
-disk reads, and checksums are verified on the device, where that is fast. No sequence uses a block
-from disk before its checksum is verified.
+Blocks that arrive are promoted at once to available device blocks: copies to the device overlap
+with disk reads, and checksums are verified on the device, where that is fast. No sequence uses a
+block from disk before its checksum is verified.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class TierIndex:
         self.costs = OffloadCosts(pool.block_size, block_bytes / HOST_RATE, block_bytes / DISK_RATE)
         self.fetch_ids: Iterator[int] = count(1)
         self.events = pool.events
-        self.events.subscribe(self._learn, StepLanded)
+        self.events.subscribe(self.observe_step, StepLanded)
 
-    def _learn(self, event: Event) -> None:
+    def observe_step(self, event: Event) -> None:
         """Record the time of a landed step, to decide whether loading pays."""
         assert isinstance(event, StepLanded)
         self.costs.observe_step(event.plan, event.result)
@@ -194,7 +194,7 @@ class TierIndex:
             # Fetches must not evict the sequence's own blocks, and at most as many are started as
             # can be promoted.
             del missing[max(self._num_available() - num_present, 0) :]
-            del missing[max(len(self.pool.free_blocks) - keep_available, 0) :]
+            del missing[max(self.pool.num_available - keep_available, 0) :]
             if not self._should_fetch():
                 missing = []
                 num_filling = 0
@@ -266,7 +266,7 @@ class TierIndex:
             start = index * self.block_size
             tokens = seq.tokens[start : start + self.block_size]
             host_block = self.find(hashes[index], tokens)
-            has_room = len(self.pool.free_blocks) > keep_available
+            has_room = self.pool.num_available > keep_available
             if host_block in self.unverified and has_room:
                 self.unverified.remove(host_block)
                 block = self.pool.allocate()
@@ -324,7 +324,7 @@ class TierIndex:
     def flush(self, plan: Plan) -> None:
         """Store contents that are only on the device, most recently used first, while they fit."""
         pool = self.pool
-        for block in reversed(pool.free_blocks):
+        for block in reversed(pool.available_blocks):
             full_block = pool.full_block(pool.hashes[block] or b"")
             has_room = len(plan.stores) < self.num_host_blocks
             if full_block and not self._has(full_block.hash) and has_room:

@@ -46,7 +46,7 @@ from octavo.core.counters import HostTime
 from octavo.core.spans import SequenceSpans, TimeSpan, rounded
 from octavo.core.step_spans import StepSpans
 from octavo.errors import InvalidRequest
-from octavo.events import PRUNED, Event, EventLog, Failed, Finished
+from octavo.events import PRUNED, Event, EventBus, Failed, Finished
 from octavo.types import Sequence
 
 Number = TypeVar("Number", int, float)
@@ -88,7 +88,7 @@ class Recorder:
         self.secret = os.urandom(16)
         self.failed = False
 
-    def listen_to(self, events: EventLog, clock: Callable[[], float], host_time: HostTime) -> None:
+    def listen_to(self, events: EventBus, clock: Callable[[], float], host_time: HostTime) -> None:
         """Record an engine with these events, this clock and these times of the host."""
         SequenceSpans(events, clock, self._on_end)
         StepSpans(events, clock, host_time, self._write)

@@ -36,7 +36,7 @@ class UrgentStep:
 
     plan: Plan  # gets the disk reads of prompts that cannot start without them
     free_slots: int
-    free_blocks: int
+    available_blocks: int
     decoding: list[Sequence]  # sequences that decode in this step
     token_budget: int | None = None  # None: no prompt has been considered
     prompt_tokens: int = 0  # tokens of the prompts considered so far
@@ -85,7 +85,7 @@ class UrgentPreemption:
         step = UrgentStep(
             plan=plan,
             free_slots=len(self.queues.free_slots),
-            free_blocks=len(self.pool.free_blocks),
+            available_blocks=self.pool.num_available,
             decoding=list(self.queues.decoding),
         )
         for seq in merge(list(self.queues.prefilling), list(self.queues.waiting), key=by_rank):
@@ -140,7 +140,7 @@ class UrgentPreemption:
         if cost is None:
             return True
         step.free_slots -= seq.status is Status.WAITING
-        step.free_blocks -= cost.blocks
+        step.available_blocks -= cost.blocks
         step.prompt_tokens += cost.tokens
         if not self._find_victims(seq, step, decoding):
             return False
@@ -191,9 +191,9 @@ class UrgentPreemption:
     def _find_victims(self, seq: Sequence, step: UrgentStep, decoding: list[Sequence]) -> bool:
         """Choose victims until slots and blocks suffice for the prompt and for the decoding
         sequences, whose new blocks come first. Returns False, and chooses nobody, if the candidates
-        cannot free enough."""
+        cannot release enough."""
         decode_blocks = sum(blocks_to_grow(self.pool, other, 1) for other in decoding)
-        while step.free_slots < 0 or step.free_blocks < decode_blocks:
+        while step.free_slots < 0 or step.available_blocks < decode_blocks:
             candidates = [
                 other
                 for other in self.queues.running
@@ -206,7 +206,7 @@ class UrgentPreemption:
                 self.pool.ref_counts[block] == step.released[block] + count
                 for block, count in references.items()
             )
-            if not candidates or step.free_blocks + possible < decode_blocks:
+            if not candidates or step.available_blocks + possible < decode_blocks:
                 return False
             victim = self.policy.victim(candidates)
             step.victims.append(victim)
@@ -215,7 +215,7 @@ class UrgentPreemption:
             step.free_slots += 1
             for block in victim.block_table:
                 step.released[block] += 1
-                step.free_blocks += self.pool.ref_counts[block] == step.released[block]
+                step.available_blocks += self.pool.ref_counts[block] == step.released[block]
         return True
 
     def _paused(self, step: UrgentStep) -> frozenset[int]:

@@ -66,9 +66,9 @@ def test_a_hit_is_no_longer_free() -> None:
     pool = BlockPool(2, 2)
     (a,) = publish_chain(pool, A)
     pool.acquire(a)
-    assert pool.allocate() != a and not pool.free_blocks
+    assert pool.allocate() != a and not pool.available_blocks
     pool.release(a)
-    assert list(pool.free_blocks) == [a] and pool.num_cached == 1
+    assert list(pool.available_blocks) == [a] and pool.num_cached == 1
 
 
 # ---- tenants -------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ def test_a_tenant_within_its_share_never_loses_a_block_to_another(seed: int) -> 
             pool.release(held.pop(g.randrange(len(held))))
         elif pool.hash_index and g.random() < 0.3:
             held.append(pool.acquire(g.choice(list(pool.hash_index.values()))))
-        elif pool.free_blocks:
+        elif pool.available_blocks:
             before = {o: len(blocks_of) for o, blocks_of in pool.quota.blocks_by_tenant.items()}
-            blank = any(pool.hashes[b] is None for b in pool.free_blocks)
+            blank = any(pool.hashes[b] is None for b in pool.available_blocks)
             held.append(block := pool.allocate())
             lost = [o for o, n in before.items() if len(pool.quota.blocks_by_tenant.get(o, ())) < n]
             assert not (blank and lost) and all(

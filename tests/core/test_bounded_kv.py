@@ -30,7 +30,7 @@ def test_a_dropped_block_changes_tokens_limit_and_prompt() -> None:
     bounded_kv.drop_block_tokens(seq, 1, SIZE)  # tokens 4..7, of which 4 and 5 were the prompt's
     assert list(seq.tokens) == [0, 1, 2, 3, 8, 9, 10, 11, 12]
     assert (
-        seq.position_limit,
+        seq.token_limit,
         seq.dropped_tokens,
         seq.dropped_prompt_tokens,
         seq.kept_prompt_tokens,
@@ -118,4 +118,4 @@ def test_heavy_hitters_equal_a_naive_loop(depth: int) -> None:
     for i, (name, prompt) in enumerate(prompts.items()):
         want, dropped = heavy_hitters(prompt, 150, i)
         assert got[name] == want and len(dropped) > 1
-    assert len(scheduler.pool.free_blocks) == 100
+    assert scheduler.pool.num_available == 100

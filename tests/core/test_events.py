@@ -20,7 +20,7 @@ from octavo.events import (
     BlocksShared,
     CacheCleared,
     Event,
-    EventLog,
+    EventBus,
     Failed,
     Finished,
     NotAdmitted,
@@ -288,7 +288,7 @@ def test_warm_up_steps_reach_no_listener_and_no_prompt_counter() -> None:
 
 
 def test_listeners_return_although_a_muted_block_raises() -> None:
-    log = EventLog()
+    log = EventBus()
     received: list[Event] = []
     log.subscribe(received.append, TierStored)
     with pytest.raises(KeyError), log.muted():
@@ -299,7 +299,7 @@ def test_listeners_return_although_a_muted_block_raises() -> None:
 
 
 def test_a_listener_that_unsubscribes_hears_no_more_and_others_do() -> None:
-    log = EventLog()
+    log = EventBus()
     first: list[Event] = []
     second: list[Event] = []
     log.subscribe(first.append, TierStored, TierLoaded)

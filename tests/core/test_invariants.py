@@ -53,7 +53,7 @@ BROKEN: dict[str, tuple[Callable[[Scheduler], None], str]] = {
     "planned beyond the table": (set_first(planned=99), "out of order"),
     "planned and nothing in flight": (set_first(computed=2), "no step in flight"),
     "too much in flight": (set_first(steps_in_flight=2), "in flight"),
-    "beyond its limit": (set_first(position_limit=6), "limit"),
+    "beyond its limit": (set_first(token_limit=6), "limit"),
     "ahead of a guide": (set_first(guide=ToyGuide(1), tokens=[1]), "decided"),
     "published and not computed": (set_first(published_blocks=2), "not computed"),
     "a block in two tables": (share_a_block, "reference counts"),

@@ -101,7 +101,7 @@ def test_each_setting_has_its_effect() -> None:
     shown = [line[4] for line in lines if line[0] == "settings"]
     assert len(shown) == 2 and shown[-1] == describe_settings(engine.scheduler)
     change_settings(engine.scheduler, {"block_limit": 20})
-    assert len(engine.scheduler.pool.free_blocks) == 20
+    assert engine.scheduler.pool.num_available == 20
 
 
 @pytest.mark.parametrize(

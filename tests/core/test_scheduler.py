@@ -266,7 +266,7 @@ def test_a_request_too_large_alone_is_retried_once_and_then_ends() -> None:
     assert engine.step() == [] and engine.scheduler.counters.oom_steps == 1, "tried again"
     (out,) = engine.step()
     assert out.finish_reason == "error" and out.code == "out_of_memory"
-    assert engine.idle and len(engine.scheduler.pool.free_blocks) == 60
+    assert engine.idle and engine.scheduler.pool.num_available == 60
     engine.add(request("small", 2, max_tokens=5))
     assert drain(engine) == {
         ("small", 0): oracle.generate(request("small", 2).prompt, request("small", 2, 5).params, 1)

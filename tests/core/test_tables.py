@@ -87,7 +87,7 @@ def test_blocks_that_an_admission_needs() -> None:
 
     assert blocks_to_admit([]) == 2
     assert blocks_to_admit([held]) == 2, "a block that others hold is not allocated"
-    assert blocks_to_admit([held, cached]) == 3, "a cached block leaves the free list"
+    assert blocks_to_admit([held, cached]) == 3, "a cached block is available no longer"
     assert blocks_to_admit([held, cached, 0]) == 4, "0 stands for a block to load into"
     assert blocks_to_admit([], contiguous=True) == 25, "99 positions"
 

@@ -312,7 +312,7 @@ def test_fetched_blocks_are_promoted_while_others_are_read() -> None:
     ahead = scheduler.plan()
     assert not ahead.loads and ahead.awaits_disk, "each block is loaded once"
     scheduler.commit(plan, StepResult([]))
-    assert scheduler.pool.num_cached == 3 and len(scheduler.pool.free_blocks) == 6, (
+    assert scheduler.pool.num_cached == 3 and scheduler.pool.num_available == 6, (
         "cached, and held by no sequence"
     )
     scheduler.commit(ahead, fetched(third))
@@ -400,7 +400,7 @@ def test_no_block_is_promoted_into_blocks_that_others_need() -> None:
     scheduler, seq, (first, *_) = restarted_with_fetches(FakeDisk(slowest=1))
     scheduler.add(request("d", 24, max_tokens=1))  # all of the pool
     scheduler.plan()
-    assert not scheduler.pool.free_blocks
+    assert not scheduler.pool.available_blocks
     scheduler.commit(Plan(99), fetched(first))
     assert not scheduler.plan().loads and seq.disk_wait is DiskWait.WAITING
     scheduler.check()
@@ -411,7 +411,7 @@ def test_the_blocks_of_an_ended_promotion_are_released(end: str) -> None:
     scheduler, _, (first, *_) = restarted_with_fetches(FakeDisk(slowest=1))
     scheduler.commit(scheduler.plan(), fetched(first))
     plan = scheduler.plan()
-    assert len(plan.loads) == 1 and len(scheduler.pool.free_blocks) == 5
+    assert len(plan.loads) == 1 and scheduler.pool.num_available == 5
     if end == "fail":
         scheduler.fail(plan, "planted")
     else:
@@ -424,7 +424,7 @@ def test_the_blocks_of_an_ended_promotion_are_released(end: str) -> None:
     assert (
         scheduler.tiers is not None
         and not scheduler.tiers.promoting
-        and len(scheduler.pool.free_blocks) == 6
+        and scheduler.pool.num_available == 6
     )
     scheduler.check()
 

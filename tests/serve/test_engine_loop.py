@@ -17,7 +17,7 @@ from octavo.config import CacheConfig, ScheduleConfig, SpeculativeConfig
 from octavo.core.engine import Engine
 from octavo.core.scheduler import Scheduler
 from octavo.errors import InvalidRequest
-from octavo.events import EventLog, StepFailed, StepPlanned
+from octavo.events import EventBus, StepFailed, StepPlanned
 from octavo.params import SamplingParams, StructuredOutputs
 from octavo.serve.channel.messages import (
     Abort,
@@ -89,7 +89,7 @@ def rendered(heartbeat: Heartbeat) -> str:
 
 def used(loop: EngineLoop) -> int:
     pool = loop.engine.scheduler.pool
-    return pool.num_blocks - len(pool.free_blocks)
+    return pool.num_blocks - pool.num_available
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -315,7 +315,7 @@ def test_a_heartbeat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
         and heartbeat.cached_tokens == 24
     )
     assert (
-        sum(heartbeat.tiers[f"host_blocks_{state}"] for state in ("cached", "free", "busy")) == 20
+        sum(heartbeat.tiers[f"host_blocks_{state}"] for state in ("ready", "free", "filling")) == 20
     )
     assert decode_to_front(encode(heartbeat)) == heartbeat
 
@@ -327,7 +327,7 @@ def test_a_heartbeat_tells_of_the_tiers_and_the_metrics_of_all_of_it() -> None:
         in text
     )
     assert (
-        f'octavo:kv_host_slots_free{{model_name="m"}} {float(heartbeat.tiers["host_blocks_free"])}'
+        f'octavo:kv_host_blocks_free{{model_name="m"}} {float(heartbeat.tiers["host_blocks_free"])}'
         in text
     )
     assert "kv_tier" not in rendered(Heartbeat()), "no tiers, nothing to tell"
@@ -465,7 +465,7 @@ def test_a_long_step_is_told_of_until_it_has_landed(
 
 def test_a_long_step_that_fails_is_not_waited_for() -> None:
     announced: list[float] = []
-    events = EventLog()
+    events = EventBus()
     long_steps = LongSteps(events, seconds_per_token=1.0, announce=announced.append)
     long_plan = Plan(1, items=[Item(1, 0, 0, 0, 14, True, 14)])
     short_plan = Plan(2, items=[Item(1, 0, 0, None, 1, True, 15)])

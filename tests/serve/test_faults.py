@@ -414,11 +414,11 @@ def test_a_disconnect_while_blocks_are_loaded(tmp_path: Path, tier: str) -> None
         assert [slow.complete(**b)["choices"][0]["text"] for b in bodies] == want
         for _ in range(100):
             found = settled(slow, 5)
-            if found["octavo:kv_host_slots_busy"] == 0:
+            if found["octavo:kv_host_blocks_filling"] == 0:
                 break
             time.sleep(0.05)
         assert (
-            found["octavo:kv_host_slots_busy"] == 0
+            found["octavo:kv_host_blocks_filling"] == 0
             and found["octavo:invariant_failures_total"] == 0
         )
         parts = [found[f"octavo:kv_blocks_{state}"] for state in ("used", "cached", "free")]

@@ -16,7 +16,7 @@ import torch
 
 from octavo.core.event_recorder import EventRecorder
 from octavo.core.event_stream import Sink
-from octavo.events import EventLog
+from octavo.events import EventBus
 from octavo.llm import LLM
 from octavo.params import SamplingParams
 from octavo.serve.channel.messages import EventLines
@@ -57,8 +57,8 @@ def viewer() -> Iterator[Sink]:
 
 
 @contextlib.contextmanager
-def muted(events: EventLog) -> Iterator[None]:
-    """Call no listener within this block, as if there were none. EventLog.muted would begin a new
+def muted(events: EventBus) -> Iterator[None]:
+    """Call no listener within this block, as if there were none. EventBus.muted would begin a new
     stream afterwards."""
     listeners = events.listeners
     events.listeners = {}

@@ -193,7 +193,7 @@ class Heartbeat(msgspec.Struct, tag=True, array_like=True):
     waiting: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
-    blocks_free: int = 0
+    blocks_free: int = 0  # Empty blocks. Available blocks are those that are cached or free.
     queried_tokens: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0

@@ -404,7 +404,7 @@ class EngineLoop:
         scheduler = self.engine.scheduler
         pool = scheduler.pool
         counters = scheduler.counters
-        num_free = len(pool.free_blocks)
+        num_free = pool.num_available
         used_and_hashed = {
             block
             for seq in scheduler.running
@@ -487,7 +487,7 @@ def tier_state(tiers: TierIndex) -> dict[str, float]:
     state: dict[str, float] = {
         name: count for name, count in asdict(tiers.counters).items() if name != "misses"
     }
-    cached = len(tiers.ready)
+    ready = len(tiers.ready)
     free = len(tiers.free_blocks)
     return state | {
         **{
@@ -495,9 +495,9 @@ def tier_state(tiers: TierIndex) -> dict[str, float]:
             for move in ("store", "load", "save")
         },
         "fetch_bytes": tiers.counters.fetches * tiers.block_bytes,
-        "host_blocks_cached": cached,
+        "host_blocks_ready": ready,
         "host_blocks_free": free,
-        "host_blocks_busy": tiers.num_host_blocks - cached - free,
+        "host_blocks_filling": tiers.num_host_blocks - ready - free,
     }
 
 

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from octavo.errors import OctavoError
-from octavo.events import BlockEvicted, BlockPublished, CacheCleared, Event, EventLog
+from octavo.events import BlockEvicted, BlockPublished, CacheCleared, Event, EventBus
 from octavo.serve.kv_events_config import KVEventsConfig
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ CLEARED: dict[str, Any] = {"type": "AllBlocksCleared"}
 
 
 class KVPublisher:
-    def __init__(self, config: KVEventsConfig, events: EventLog):
+    def __init__(self, config: KVEventsConfig, events: EventBus):
         """Open the sockets and subscribe to the events. Raises OctavoError."""
         self.config = config
         self.events = events

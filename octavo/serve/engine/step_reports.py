@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from octavo.events import Admitted, Event, EventLog, StepFailed, StepLanded, StepPlanned
+from octavo.events import Admitted, Event, EventBus, StepFailed, StepLanded, StepPlanned
 
 LONG_SECONDS = 5.0  # A step that may take longer is announced before it is launched.
 
@@ -16,7 +16,7 @@ LONG_SECONDS = 5.0  # A step that may take longer is announced before it is laun
 class StepCounts:
     """Counts the tokens and seconds of steps, and notes which requests were admitted."""
 
-    def __init__(self, events: EventLog, token_budget: int):
+    def __init__(self, events: EventBus, token_budget: int):
         self.token_budget = token_budget
         self.prefill_tokens = 0
         self.decode_tokens = 0
@@ -71,7 +71,7 @@ class LongSteps:
     """Estimates which steps may take long, so that the watchdog does not count them as hangs."""
 
     def __init__(
-        self, events: EventLog, seconds_per_token: float, announce: Callable[[float], None]
+        self, events: EventBus, seconds_per_token: float, announce: Callable[[float], None]
     ):
         """Subscribe to the events of the engine.
 

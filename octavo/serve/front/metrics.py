@@ -80,9 +80,9 @@ ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CLASSIC = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 50)
 
 HOST_BLOCKS = {
-    "cached": "KV blocks in host memory that hold reusable KV.",
-    "busy": "KV blocks in host memory that a copy is filling.",
-    "free": "Free KV blocks in host memory.",
+    "ready": "KV blocks in host memory that hold reusable KV.",
+    "filling": "KV blocks in host memory that a copy or a disk read is filling.",
+    "free": "KV blocks in host memory that hold nothing.",
 }
 TIERS = {
     "stores": "KV blocks copied from the device to host memory.",
@@ -182,7 +182,7 @@ class EngineSource(Source):
         counters |= self._draft_counters(heartbeat)
         if heartbeat.tiers:
             gauges |= {
-                f"kv_host_slots_{state}": (heartbeat.tiers[f"host_blocks_{state}"], help_text)
+                f"kv_host_blocks_{state}": (heartbeat.tiers[f"host_blocks_{state}"], help_text)
                 for state, help_text in HOST_BLOCKS.items()
             }
             counters |= {
@@ -301,11 +301,12 @@ class EngineSource(Source):
             ),
             "kv_blocks_cached": (
                 heartbeat.blocks_cached,
-                "KV blocks that no sequence uses and whose KV a prompt can reuse.",
+                "KV blocks that no sequence uses, with KV that a prompt can reuse. If blocks are "
+                "needed, cached blocks are evicted.",
             ),
             "kv_blocks_free": (
                 heartbeat.blocks_free,
-                "KV blocks that are free and hold no reusable KV.",
+                "Empty KV blocks. Sequences can take cached blocks too, so 0 is no shortage.",
             ),
             "kv_blocks_total": (
                 loaded.num_blocks if loaded else 0,
