@@ -559,7 +559,7 @@ class Scheduler:
         """Give a sequence a slot, its cached blocks, blocks to load into and blocks for its first
         chunk. If there are too few blocks or tokens, the plan admits no further sequence."""
         plan = builder.plan
-        cost = self.chunk_costs.of_admission(seq, match, token_budget, not plan.items)
+        cost = self.chunk_costs.of_admission(seq, match, token_budget, step_is_empty=not plan.items)
         lacks_blocks = cost.blocks > self.pool.num_available
         if cost.lacks_tokens or lacks_blocks:
             builder.closed_because = reasons.BEHIND_ANOTHER

@@ -136,7 +136,7 @@ class UrgentPreemption:
         tokens_left = step.token_budget - num_decoding - step.prompt_tokens
         if tokens_left <= 0:
             return False
-        cost = self._chunk_cost(seq, tokens_left, step, not num_decoding)
+        cost = self._chunk_cost(seq, tokens_left, step, nothing_decodes=not num_decoding)
         if cost is None:
             return True
         step.free_slots -= seq.status is Status.WAITING
@@ -185,7 +185,7 @@ class UrgentPreemption:
         ):
             return None
         match = self.prefix.usable_match(match)
-        cost = self.chunk_costs.of_admission(seq, match, token_budget, step_is_empty)
+        cost = self.chunk_costs.of_admission(seq, match, token_budget, step_is_empty=step_is_empty)
         return None if cost.lacks_tokens else cost
 
     def _find_victims(self, seq: Sequence, step: UrgentStep, decoding: list[Sequence]) -> bool:
