@@ -124,8 +124,7 @@ class PrefixCache:
         Returns whether the sequence should wait for the disk."""
         if self.tiers is None or not self.may_match(seq):
             return False
-        waits = self.tiers.request_fetches(seq, match.blocks, match.host_hits, plan, keep_available)
-        return self.tiers.promote(seq, plan, keep_available) > 0 or waits
+        return self.tiers.request_disk(seq, match.blocks, match.host_hits, plan, keep_available)
 
     def usable_match(self, match: Match) -> Match:
         """Return a match up to the first block from disk that could not be promoted for lack of a

@@ -162,6 +162,25 @@ class TierIndex:
             self.costs.count_refusal()
             self.counters.refused += not loads
 
+    def request_disk(
+        self,
+        seq: Sequence,
+        blocks: list[int],
+        host_hits: list[tuple[int, int]],
+        plan: Plan,
+        keep_available: int,
+    ) -> bool:
+        """Fetch the blocks that follow a match, and promote those that have arrived. Returns
+        whether the sequence should wait for them.
+
+        A sequence that need not wait does not wait later either, unless a transfer ends: room that
+        is made for it within a plan is for its own blocks."""
+        nothing_changed = seq.transfers_ended_at_lookup == self.transfers_ended
+        if seq.disk_wait is DiskWait.DONE and nothing_changed:
+            return False
+        waits = self.request_fetches(seq, blocks, host_hits, plan, keep_available)
+        return self.promote(seq, plan, keep_available) > 0 or waits
+
     def request_fetches(
         self,
         seq: Sequence,

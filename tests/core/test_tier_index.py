@@ -375,6 +375,21 @@ def test_blocks_that_cannot_be_promoted_are_computed() -> None:
     assert isinstance(admitted, Admitted) and admitted.match_end == reasons.NO_BLOCK_TO_LOAD
 
 
+def test_a_sequence_that_need_not_wait_does_not_wait_for_room_that_is_made_for_it() -> None:
+    """Otherwise an urgent prompt would wait for the disk after it has preempted others."""
+    scheduler, seq, fetch_ids = restarted_with_fetches(FakeDisk(slowest=1))
+    scheduler.commit(scheduler.plan(), fetched(*fetch_ids))
+    assert scheduler.tiers is not None
+    match = scheduler.prefix.match(seq)
+    plan = Plan(9)
+    assert not scheduler.prefix.request_disk(seq, match, plan, keep_available=6)
+    assert not scheduler.prefix.request_disk(seq, match, plan, keep_available=0)
+    assert not plan.loads
+    scheduler.tiers.transfers_ended += 1
+    assert scheduler.prefix.request_disk(seq, match, plan, keep_available=0)
+    assert len(plan.loads) == 4
+
+
 def test_a_match_changes_nothing() -> None:
     """Loading does not pay, except for a probe now and then. A lookup must not use the probe up."""
     engine = small(host=20)
