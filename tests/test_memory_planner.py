@@ -18,6 +18,7 @@ from octavo.engine_options import EngineOptions
 from octavo.errors import NotEnoughMemory, is_out_of_memory
 from octavo.memory_planner import ModelOutline, Planner, TargetDevice
 from tests import tiny
+from tests.tiny_tokenizer import write_tokenizer
 
 EIGHT_BILLION = dict(
     architectures=["LlamaForCausalLM"],
@@ -53,6 +54,7 @@ def test_a_command_refuses_a_model_that_does_not_fit(
     free(4 * 2**30)
     monkeypatch.setattr("octavo.model.load.dummy_weights", lambda *_: pytest.fail("loaded"))
     (tmp_path / "config.json").write_text(json.dumps(EIGHT_BILLION))
+    write_tokenizer(tmp_path)
     arguments = [*command.split(), str(tmp_path), "--load-format", "dummy"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2, result.output
