@@ -9,9 +9,10 @@ Every thread runs the same nopython function and takes pieces of each phase:
     finish_phase(worker, pieces)              waits until all pieces are done, so that the next
                                               phase may read the results
 
-Every phase has two counters, of pieces taken and of pieces done. A phase waits for pieces and not
-for threads. So a thread that was preempted or is still waking up delays the others only if it holds
-a piece; otherwise it skips the phases that finished without it. The wait spins, because a layer has
+Every phase has two counters, of pieces taken and of pieces done. If a phase has many pieces, a
+thread takes several neighbours at once, because threads on distant cores need a quarter of a
+microsecond to change a counter that both use. A phase waits for pieces and not for threads. So a thread that was preempted or is still waking up delays the others only if it holds
+pieces; otherwise it skips the phases that finished without it. The wait spins, because a layer has
 ten phases and takes a tenth of a millisecond. A thread that waits for long yields its core. A job
 ends when all threads have left it. Between jobs the threads spin for a moment and then sleep.
 """
@@ -38,9 +39,13 @@ NUM_THREADS = 64
 # The start of the records of the workers, and the size of a record.
 WORKERS = 72
 WORKER_SIZE = 32
-STATE, NUMBER, PHASE, PIECES_DONE = range(4)  # the fields of a worker's record
+# The fields of a worker's record. It holds the pieces from NEXT_PIECE to END_PIECE.
+STATE, NUMBER, PHASE, PIECES_DONE, NEXT_PIECE, END_PIECE = range(6)
 COUNTER_BYTES = 64  # bytes of the counters of a phase: pieces taken, pieces done
 
+# A phase is divided into about this many parts per thread: more let the threads end together, fewer
+# change the counters less often.
+PARTS_PER_THREAD = 32
 SPINS_BEFORE_SLEEP = 20_000  # about as long as the host needs between two steps
 SPINS_BEFORE_YIELD = 4_000  # then a waiting thread yields its core to other threads
 
@@ -52,6 +57,8 @@ def init_worker(state: int, number: int) -> int:
     set_field(worker, NUMBER, number)
     set_field(worker, PHASE, field(state, COUNTERS))
     set_field(worker, PIECES_DONE, 0)
+    set_field(worker, NEXT_PIECE, 0)
+    set_field(worker, END_PIECE, 0)
     return worker
 
 
@@ -63,10 +70,16 @@ def num_threads(worker: int) -> int:
 @inner
 def take_piece(worker: int, pieces: int) -> int:
     """Return the number of a piece of the phase, or -1 if none is left."""
-    piece = atomic_add(field(worker, PHASE), 1)
-    if piece >= pieces:
-        return -1
-    set_field(worker, PIECES_DONE, field(worker, PIECES_DONE) + 1)
+    piece = field(worker, NEXT_PIECE)
+    if piece == field(worker, END_PIECE):
+        count = max(1, pieces // (PARTS_PER_THREAD * num_threads(worker)))
+        piece = atomic_add(field(worker, PHASE), count)
+        if piece >= pieces:
+            return -1
+        end = min(piece + count, pieces)
+        set_field(worker, END_PIECE, end)
+        set_field(worker, PIECES_DONE, field(worker, PIECES_DONE) + end - piece)
+    set_field(worker, NEXT_PIECE, piece + 1)
     return piece
 
 
