@@ -11,10 +11,13 @@ Every thread runs the same nopython function and takes pieces of each phase:
 
 Every phase has two counters, of pieces taken and of pieces done. If a phase has many pieces, a
 thread takes several neighbours at once, because threads on distant cores need a quarter of a
-microsecond to change a counter that both use. A phase waits for pieces and not for threads. So a thread that was preempted or is still waking up delays the others only if it holds
-pieces; otherwise it skips the phases that finished without it. The wait spins, because a layer has
-ten phases and takes a tenth of a millisecond. A thread that waits for long yields its core. A job
-ends when all threads have left it. Between jobs the threads spin for a moment and then sleep.
+microsecond to change a counter that both use.
+
+A phase waits for pieces and not for threads. So a thread that was preempted or is still waking up
+delays the others only if it holds pieces; otherwise it skips the phases that finished without it.
+The wait spins, because a layer has ten phases and takes a tenth of a millisecond. A thread that
+waits for long yields its core. A job ends when all threads have left it. Between jobs the threads
+spin for a moment and then sleep.
 """
 
 from __future__ import annotations
