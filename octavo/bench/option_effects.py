@@ -57,7 +57,10 @@ class Mix(NamedTuple):
 
 MIXES = {
     "cpu": Mix(
-        *(24, 36, 8, 3),
+        clients=24,
+        chats=36,
+        questions=8,
+        long_texts=3,
         system=128,
         message=32,
         document=640,
@@ -67,7 +70,10 @@ MIXES = {
         small_pool=2560,
     ),
     "cuda": Mix(
-        *(128, 192, 24, 12),
+        clients=128,
+        chats=192,
+        questions=24,
+        long_texts=12,
         system=1024,
         message=128,
         document=8000,
@@ -136,7 +142,7 @@ def variations(kind: str, block_size: int) -> dict[str, dict[str, Any]]:
     small_budget, large_budget = values["budgets"]
     few_slots, more_slots = values["slots"]
     small_pool = {"num_gpu_blocks_override": MIXES[kind].small_pool // block_size}
-    found: dict[str, dict[str, Any]] = {
+    changes: dict[str, dict[str, Any]] = {
         "small-steps": {"max_num_batched_tokens": small_budget},
         "large-steps": {"max_num_batched_tokens": large_budget},
         "adaptive": {"batching": "adaptive", "target_ms": values["target_ms"]},
@@ -156,8 +162,8 @@ def variations(kind: str, block_size: int) -> dict[str, dict[str, Any]]:
         "eager": {"enforce_eager": True},
     }
     if kind == "cpu":
-        found[ONE_THREAD] = {}
-    return found
+        changes[ONE_THREAD] = {}
+    return changes
 
 
 NAMES = tuple(variations("cpu", 16))
@@ -292,18 +298,18 @@ def run_options(
         return load_shape(replace(options, **changes), model)
 
     bench = OptionsBench(load, run, rounds)
-    found = variations(kind, bench.base.memory.block_size)
+    changes = variations(kind, bench.base.memory.block_size)
     left_out: dict[str, str] = {}
     run.set_fact(device=kind, workload=bench.mix._asdict(), rounds=rounds, left_out=left_out)
     for name in names:
         advance(name)
-        if name not in found:
+        if name not in changes:
             left_out[name] = "it needs a CPU"
         elif name == "drafts" and not drafts_by_default(bench.base):
             left_out[name] = "this model does not use drafts by default on this device"
         else:
             try:
-                bench.measure(name, found[name])
+                bench.measure(name, changes[name])
             except (InvalidRequest, NotEnoughMemory) as error:  # such as an unsupported KV format
                 left_out[name] = str(error)
             release_memory()
@@ -324,8 +330,8 @@ def default_row(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     """Return the figures of the default, over all rounds beside all variations."""
 
     def over_rows(figure: str) -> dict[str, float]:
-        found = [row["default"][figure] for row in rows]
-        return spread([values[name] for values in found for name in ("min", "median", "max")])
+        spreads = [row["default"][figure] for row in rows]
+        return spread([values[name] for values in spreads for name in ("min", "median", "max")])
 
     cells = []
     for figure in FIGURES:

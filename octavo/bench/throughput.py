@@ -172,7 +172,7 @@ def tables(result: Result) -> list[ResultTable]:
     columns = (
         *("workload", "requests", "median", "min - max"),
         *("hardware limit", "% of hardware limit", "memory, MiB"),
-        "host ms a step: plan, launch, wait for the device, commit",
+        "host ms per step: plan, launch, wait for the device, commit",
     )
     rows = [
         (

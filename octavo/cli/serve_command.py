@@ -150,7 +150,7 @@ def describe_drafts(settings: str) -> str:
     if not settings:
         return "off (--speculative turns them on)"
     longest = re.search(r"\bk=(\d+)", settings)
-    count = f", up to {longest[1]} tokens a step" if longest else ""
+    count = f", up to {longest[1]} tokens per step" if longest else ""
     return f"on{count} (--speculative {settings}; off turns them off)"
 
 

@@ -109,7 +109,7 @@ def test_the_start_of_the_server_shows_the_method(capsys: pytest.CaptureFixture[
         tokenizer=SimpleNamespace(chat_templates={}),
     )
     announce(front, 8000)  # type: ignore[arg-type]
-    drafts = f"on, up to 3 tokens a step (--speculative {METHOD}; off turns them off)"
+    drafts = f"on, up to 3 tokens per step (--speculative {METHOD}; off turns them off)"
     assert f"\ndrafts:  {drafts}\n" in capsys.readouterr().out
     loaded = replace(loaded, speculative="head,k=6")
     announce(front, 8000)  # type: ignore[arg-type]

@@ -404,7 +404,7 @@ class EngineLoop:
         scheduler = self.engine.scheduler
         pool = scheduler.pool
         counters = scheduler.counters
-        num_free = pool.num_available
+        num_available = pool.num_available
         used_and_hashed = {
             block
             for seq in scheduler.running
@@ -420,9 +420,9 @@ class EngineLoop:
             steps=counters.plans,
             running=len(scheduler.decoding) + len(scheduler.prefilling),
             waiting=len(scheduler.waiting),
-            blocks_used=pool.num_blocks - num_free,
+            blocks_used=pool.num_blocks - num_available,
             blocks_cached=num_cached,
-            blocks_free=num_free - num_cached,
+            blocks_free=num_available - num_cached,
             queried_tokens=counters.queried_tokens,
             cached_tokens=counters.cached_tokens,
             computed_tokens=counters.computed_tokens,
