@@ -174,7 +174,7 @@ class PrefixCache:
     def publish(self, seq: Sequence) -> None:
         """Publish newly full, committed blocks.
 
-        Only the new blocks are visited: visiting all blocks of 256 sequences takes 2 ms per step."""
+        Only the new blocks are visited: all blocks of 256 sequences take 2 ms per step."""
         num_full = seq.computed // self.block_size
         self.extend_hashes(seq, num_full)
         hashes = seq.block_hashes
